@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -463,6 +465,33 @@ def test_tokens_are_counted_without_a_call(server, attempt, post):
     asked = post("/v1/messages", ASKED["/v1/messages"]).json()
     assert counted == {"input_tokens": asked["usage"]["input_tokens"]}
     assert len(server.calls(attempt)) == 1
+
+
+def test_tokens_of_a_long_conversation_are_counted_while_others_are_answered(server, post, monkeypatch):
+    counts, answered, encode = threading.Event(), threading.Event(), ByteTokenizer.encode
+
+    def wait_and_encode(*given, **options):
+        counts.set()
+        assert answered.wait(60)
+        return encode(*given, **options)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", wait_and_encode)
+    with ThreadPoolExecutor() as threads:
+        messages = [{"role": "user", "content": "hi " * 30_000}]
+        counting = threads.submit(post, "/v1/messages/count_tokens", {"messages": messages})
+        try:
+            assert counts.wait(60)
+            assert httpx.get(f"{server.url}/livez").status_code == 200
+        finally:
+            answered.set()
+        assert counting.result().json()["input_tokens"] > 90_000
+
+
+def test_tokens_of_what_no_context_holds_are_not_counted(server, post):
+    body = {"messages": [{"role": "user", "content": "x" * (32 * server.engine.max_model_len)}]}
+    refused = post("/v1/messages/count_tokens", body)
+    assert refused.status_code == 400
+    assert "maximum context length" in refused.json()["error"]["message"]
 
 
 def test_embeddings_are_refused_by_an_engine_that_makes_none(server, attempt, client):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_trainer.gateway.calls.answers import Ready, Record, Responder, switches_of
+from lightning_trainer.gateway.calls.answers import Ready, Record, Responder
 from lightning_trainer.gateway.calls.models import NO_EMBEDDINGS
 from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.engine import Engine, abilities, disconnect, tool_format
@@ -82,11 +82,10 @@ class EmbeddedEngine:
         """Count the tokens of a request's prompt.
 
         Raises:
-            Refusal: the request cannot be answered.
+            Refusal: the request cannot be answered, for example because it is larger than a context can be.
         """
-        asked = read_chat_request(request)
-        switches = switches_of(asked, self._answers.chat)
-        return len(self.continuations.prompt(asked.messages, asked.tools, switches=switches).ids)
+        prompt = await self._answers.bounded_prompt(read_chat_request(request), None, self.max_model_len)
+        return 0 if prompt is None else len(prompt.ids)
 
     async def embeddings(self, body: Mapping[str, Any]) -> bytes:  # noqa: ARG002 - the protocol's
         """Reject the request: this engine makes no embeddings."""
