@@ -278,6 +278,9 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(folder: Path, model: Path)
     assert not (folder / "found").exists()
 
 
+PLENTY = ("--budget", "1000000", "--val", "val.jsonl", "--device", "cpu")
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -289,6 +292,8 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(folder: Path, model: Path)
         (["--budget", "16", "--reward", "judge"], "can't be compared"),
         (["--budget", "16", "--lora-rank", "0"], "--lora-rank 1 or more"),
         (["--budget", "16", "--backend", "verl"], "verl does not"),
+        (["--budget", "16", "--lr-schedule", "cosine"], "come in several parts"),
+        ([*PLENTY, "--algorithm", "dapo", "--staleness", "1"], "resample"),  # rl refuses it
         ([], "--budget TOKENS"),
     ],
 )
@@ -376,8 +381,8 @@ def test_each_option_of_the_program_reaches_all_that_run_it(
     )  # fmt: skip
     assert all(getattr(work, each.name) != each.default for each in fields(Work))
     config = improve_config(
-        model, target=None, command="agent", max_model_len=99, backend_options={"slots": 3, "micro_batch_tokens": 512},
-        workers=3, max_attempts=5, failed="exclude", name_by=("clerk=model:own",), tool_format="hermes",
+        model, target=None, command="agent", max_model_len=99,
+        backend_options={"slots": 3, "micro_batch_tokens": 512, "weight_decay": 0.01}, workers=3, max_attempts=5, failed="exclude", name_by=("clerk=model:own",), tool_format="hermes",
         temperature=0.7, **asdict(work),
     )  # fmt: skip
     files = TaskFiles(folder / "tasks")
@@ -403,7 +408,8 @@ def test_each_option_of_the_program_reaches_all_that_run_it(
     loaded = {"max_model_len": 99, "tool_format": "hermes", "slots": 3}
     assert asked["base"].load == asked["prompts"].load == {**loaded, "system_messages": "as-sent"}
     assert asked["sft"].backend_options == {"max_model_len": 99, "slots": 3, "micro_batch_tokens": 512}
-    assert asked["sft"].tool_format == "hermes"
+    assert (asked["sft"].tool_format, asked["sft"].weight_decay) == ("hermes", 0.01)
+    assert asked["rl"].backend_options["weight_decay"] == 0.01
     assert {asked[name].policies["clerk"] for name in ("sft", "rl", "distil")} == {"lora:clerk"}
     distil = asked["distil"]
     assert (distil.algorithm, distil.teacher, distil.teacher_options) == ("distil", "self", {"told": ["best"]})

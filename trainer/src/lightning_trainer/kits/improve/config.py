@@ -84,6 +84,14 @@ class ImproveConfig(ImproveFields, CheckedRecord):
             raise ConfigError(f"improve trains and samples in this process, and {self.train.backend} does not.")
         if RL in self.methods and self.train.algorithm == DISTIL:
             raise ConfigError("algorithm = distil is the method distil. Name it with --methods, and RL's algorithm.")
+        of_teams = ("agent_weight", "schedule", "opponents", "rollback_on_cliff")
+        if wrong := [name for name in of_teams if getattr(self.train, name)]:
+            raise ConfigError(f"{wrong[0]}: improve trains one agent at a time, and this is for several. Leave it out.")
+        if self.train.lr_schedule != "constant":
+            raise ConfigError(
+                f"lr_schedule = {self.train.lr_schedule} falls over the steps of one run, and the steps of improve come"
+                " in several parts. Leave it out."
+            )
         if DISTIL in self.methods and self.distil.get("teacher") is None:
             raise ConfigError("distil needs a teacher: --teacher MODEL, MODEL=URL or self.")
         self._check_prompts()
@@ -170,7 +178,10 @@ def rounds_options(config: ImproveConfig, own: Mapping[str, Any]) -> RoundsConfi
         "timeouts", "lora_rank", "lora_alpha", "base_bits", "tool_format", *(each.name for each in fields(Work)),
     )  # fmt: skip
     values = {name: getattr(train, name) for name in same}
+    learner = dict(train.backend_options)
     values |= {"samples": train.group_size, "answer_tokens": train.max_tokens}
+    values["weight_decay"] = learner.pop("weight_decay", None)  # an option of its own in rounds
     if train.max_model_len is not None:
-        values["backend_options"] = {"max_model_len": train.max_model_len, **train.backend_options}
+        learner = {"max_model_len": train.max_model_len, **learner}
+    values["backend_options"] = learner
     return RoundsConfig(**{**{n: v for n, v in values.items() if v is not None}, **config.sft, **own})

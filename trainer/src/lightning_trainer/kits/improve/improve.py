@@ -83,6 +83,7 @@ def plan_search(config: ImproveConfig, progress: Progress | None = None) -> Sear
     with tempfile.TemporaryDirectory(prefix="lightning-improve-") as name:
         tasks = TaskFiles(Path(name) / "tasks")
         tasks.write(config, progress)
+        _plan(config, ["*"], _FEWEST_TOKENS, tasks)  # before anything is sampled
         tried = tasks.some_to_learn(_TRIED, config.train.seed, Path(name) / "tried.jsonl")
         few = config.with_values(samples=1)
         held_out = HeldOutMeasurement(config=few, tasks=tried, progress=progress, agents=config.train.agents)
@@ -206,7 +207,7 @@ def _plan_from(config: ImproveConfig, held_out: HeldOutMeasurement, tasks: TaskF
 
 
 def _plan(config: ImproveConfig, agents: Sequence[str], each: float, tasks: TaskFiles) -> SearchPlan:
-    """Divide the budget between these agents, with so many tokens in each rollout."""
+    """Divide the budget between these agents, with so many tokens in each rollout, if each method could start."""
     names = adapter_names([*agents, *config.unchanged])
     methods = {
         name: KINDS[name](
@@ -215,6 +216,8 @@ def _plan(config: ImproveConfig, agents: Sequence[str], each: float, tasks: Task
         )
         for name in config.methods
     }  # fmt: skip
+    for method in methods.values():
+        method.check()
     return SearchPlan(
         agents=agents, methods=config.methods, budget=config.budget,
         least={name: method.least for name, method in methods.items()}, rollout_tokens=each,

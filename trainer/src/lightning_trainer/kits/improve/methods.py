@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from lightning_spans.errors import ConfigError, NothingToLearnError, UnknownAgentError
+from lightning_trainer import registry
+from lightning_trainer.backend_protocol import Backend
 from lightning_trainer.config.defaults import with_defaults
 from lightning_trainer.config.passwords import with_passwords
 from lightning_trainer.config.train import TrainConfig
@@ -75,6 +77,14 @@ class Method(AgentTask, ABC):
     def least(self) -> int:
         """Fewest tokens that the method needs."""
 
+    @abstractmethod
+    def check(self) -> None:
+        """Reject options with which the method could not start.
+
+        Raises:
+            ConfigError: an option is wrong; the message says what to do.
+        """
+
     @property
     def policies(self) -> dict[str, str]:
         """The policies of a run: this agent's own adapter, and the base for the other agents."""
@@ -101,6 +111,12 @@ class _Training(Method):
             "agents": (self.agent,), "policies": self.policies,
         }  # fmt: skip
         return TrainConfig(**without_empty({**values, **own, **self.run_options}))
+
+    def check(self) -> None:
+        """Reject what a new run of this method rejects before anything is opened."""
+        run = self.new_run
+        backend: Backend = registry.by_name("backend", run.backend)
+        backend.start(run, {})
 
     @property
     def least(self) -> int:
@@ -191,6 +207,12 @@ class DistilMethod(_Training):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftMethod(Method):
     """Rejection sampling for one agent: one run in each rung, which starts from the weights of the previous rung."""
+
+    def check(self) -> None:
+        """Reject what rounds reject before they sample."""
+        from lightning_trainer.kits.sft.sft import options_of
+
+        options_of(rounds_options(self.config, self._own_options(self.tasks.train, 1)))
 
     @property
     def least(self) -> int:
@@ -289,6 +311,9 @@ class PromptsMethod(Method):
 
     _ROLLOUTS: ClassVar[int] = 14  # rollouts that are enough to try one proposal on two tasks
     _TASKS: ClassVar[int] = 6  # rollouts per task for learning or choosing
+
+    def check(self) -> None:
+        """Reject nothing: `ImproveConfig.check` has examined all that a search for prompts needs."""
 
     @property
     def least(self) -> int:
