@@ -17,7 +17,11 @@ Rows: TypeAlias = list[tuple[object, ...]]
 LIMIT_S = 2.0  # of one query
 MOST_ROWS = 5000
 STEPS = 10_000  # of SQLite's machine between two looks at the clock
-MOST_BYTES = 1_000_000  # of a value
+MOST_BYTES = 20_000  # of a value
+MOST_OF_ALL = 10_000_000  # bytes of all values together
+# What a query may do. Some pragmas would change limits of the whole process.
+ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+PRAGMAS = {"table_info", "foreign_key_list"}
 
 
 class QueryError(Exception):
@@ -39,23 +43,38 @@ def place(database: str) -> Path:
 
 
 def execute(database: str, query: str) -> Rows:
-    """Run a query, read-only: a model wrote it.
+    """Run a query that a model wrote: it can only read.
 
     Raises:
-        QueryError: SQLite refused it, or it took longer than `LIMIT_S`.
+        QueryError: SQLite refused it, it took longer than `LIMIT_S`, or its rows are too large.
     """
     connection = sqlite3.connect(f"file:{place(database)}?mode=ro&immutable=1", uri=True)
-    connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)  # `ATTACH` and `VACUUM INTO` would make files
+    connection.set_authorizer(_permit)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
     connection.text_factory = lambda raw: raw.decode(errors="replace")
     until = time.monotonic() + LIMIT_S
     connection.set_progress_handler(lambda: time.monotonic() > until, STEPS)
     try:
-        return connection.execute(query).fetchmany(MOST_ROWS)
-    except (sqlite3.Error, sqlite3.Warning, ValueError) as error:  # ValueError: a zero character
+        return _fetch(connection.execute(query))
+    except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError) as error:  # ValueError: a zero character
         raise QueryError(str(error)) from None
     finally:
         connection.close()
+
+
+def _permit(action: int, first: str | None, *_: str | None) -> int:
+    allowed = action in ALLOWED or (action == sqlite3.SQLITE_PRAGMA and first in PRAGMAS)
+    return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
+
+
+def _fetch(cursor: sqlite3.Cursor) -> Rows:
+    rows, size = Rows(), 0
+    for row in itertools.islice(cursor, MOST_ROWS):
+        size += sum(len(value) if isinstance(value, str | bytes) else 8 for value in row)
+        if size > MOST_OF_ALL:
+            raise QueryError(f"its rows have more than {MOST_OF_ALL:,} bytes")
+        rows.append(row)
+    return rows
 
 
 @cache

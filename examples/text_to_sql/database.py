@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import random
 import re
@@ -21,11 +22,14 @@ TABLES = {
 }
 VALUES = ["Red", "Blue", "Green", "Gold"]
 ROWS, STEPS, MOST = 12, 100_000, 200
+MOST_BYTES, MOST_OF_ALL = 10_000, 1_000_000  # of a value, and of all rows together
+# What a query may do. Some pragmas would change limits of the whole process.
+ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 
 
 @functools.cache
 def database() -> sqlite3.Connection:
-    """The tables, in memory; queries can only read, and a query that runs away is stopped."""
+    """The tables, in memory; queries can only read, and a query that takes too many steps or bytes is stopped."""
     connection = sqlite3.connect(":memory:", check_same_thread=False)
     draw = random.Random(5)
     for table, columns in TABLES.items():
@@ -33,7 +37,8 @@ def database() -> sqlite3.Connection:
         rows = [(f"{columns[0]}{row}", draw.choice(VALUES), draw.randint(10, 90)) for row in range(ROWS)]
         connection.executemany(f"INSERT INTO {table} VALUES (?, ?, ?)", rows)
     connection.commit()
-    connection.execute("PRAGMA query_only = ON")
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
+    connection.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in ALLOWED else sqlite3.SQLITE_DENY)
     return connection
 
 
@@ -45,7 +50,7 @@ def execute(text: str) -> list[str]:
     """Run the SELECT that a text begins with, and give its rows, sorted.
 
     Raises:
-        QueryError: there is none, or SQLite rejects it.
+        QueryError: there is none, SQLite rejects it, or its rows are too large.
     """
     found = re.match(r"\s*(select\b[^;]*)(;|$)", text, re.DOTALL | re.IGNORECASE)
     if found is None:
@@ -53,8 +58,14 @@ def execute(text: str) -> list[str]:
     connection, left = database(), iter(range(STEPS // 1000))
     connection.set_progress_handler(lambda: next(left, None) is None, 1000)
     try:
-        return sorted(map(str, connection.execute(found[1]).fetchmany(MOST)))
-    except sqlite3.Error as error:
+        rows, size = list[str](), 0
+        for row in itertools.islice(connection.execute(found[1]), MOST):
+            rows.append(str(row))
+            size += len(rows[-1])
+            if size > MOST_OF_ALL:
+                raise QueryError(f"its rows have more than {MOST_OF_ALL:,} bytes")
+        return sorted(rows)
+    except (sqlite3.Error, MemoryError) as error:
         raise QueryError(str(error)) from error
 
 

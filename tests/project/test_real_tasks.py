@@ -127,6 +127,27 @@ def test_a_query_writes_no_file(data: Path, monkeypatch: pytest.MonkeyPatch, que
     assert not (data / "written.sqlite").exists()
 
 
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ("PRAGMA hard_heap_limit = 1", "not authorized"),
+        ("SELECT * FROM pragma_soft_heap_limit", "not authorized"),
+        ("SELECT zeroblob(900000) FROM item", "too big"),
+        (
+            "SELECT zeroblob(19000) FROM item a, item b, item c, item d, item e, item f, item g",
+            "more than 10,000,000 bytes",
+        ),
+    ],
+)
+def test_a_query_takes_no_memory_from_others(
+    data: Path, monkeypatch: pytest.MonkeyPatch, query: str, words: str
+) -> None:
+    database = load("spider/database.py", monkeypatch)
+    with pytest.raises(database.QueryError, match=words):
+        database.execute("shop", query)
+    assert database.matches("shop", "SELECT name FROM item", "SELECT name FROM item")
+
+
 def _program(folder: str, call: str, script: Any, data: Path) -> Any:
     with ScriptedServer(script) as server:
         env = {**os.environ, "OPENAI_BASE_URL": server.url, "OPENAI_API_KEY": "none", "LIGHTNING_DATA": str(data)}
