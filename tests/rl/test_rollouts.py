@@ -245,3 +245,25 @@ def test_an_agent_that_earns_the_same_in_every_rollout_is_named() -> None:
 def test_score_comes_back_from_its_metrics() -> None:
     found = score([outcome(("writer", 1.0), ("rewriter", 0.0)), outcome(failed=True)], "exclude")
     assert Score.from_metrics({**found.metrics(), "loss": 1.0}) == found
+
+
+def test_waiting_reads_no_task_and_an_error_still_shows_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollouts, read = batch(tasks=2, size=4), list[object]()
+    store.enqueue(rollouts)
+    page = type(store).page
+
+    def recorded(self: Store, *args: object, **more: object) -> object:
+        found = page(self, *args, **more)  # type: ignore[arg-type]
+        read.extend(found.records)
+        return found
+
+    monkeypatch.setattr(type(store), "page", recorded)
+
+    def check() -> None:
+        if len(read) > 20:
+            end(store, "failed", error="RewardError: reward is None.")
+
+    with pytest.raises(RewardError, match=r"The task was \{'n': 0\}"):
+        wait(store, rollouts, check=check, describe=str, on_progress=lambda _: None, poll_s=0.0)
+    assert read
+    assert not [record for record in read if isinstance(record, (Rollout, AttemptRecord))]

@@ -17,9 +17,11 @@ from lightning_spans.schema.attempts import (
     UNCOUNTED,
     UNCOUNTED_MOST,
     AttemptRecord,
+    AttemptState,
     AttemptStatus,
     End,
     Rollout,
+    RolloutState,
     RolloutStatus,
 )
 from lightning_spans.schema.calls import Call
@@ -61,6 +63,27 @@ class _StoreContents:
         if not isinstance(record, AttemptRecord):
             return record
         return replace(record, rollout=self.rollouts[record.rollout.rollout_id], disturbed=0, failures=0)
+
+
+def _rollout_state(rollout: Rollout) -> RolloutState:
+    return RolloutState(rollout_id=rollout.rollout_id, group_id=rollout.group_id, status=rollout.status)
+
+
+def _attempt_state(attempt: AttemptRecord) -> AttemptState:
+    return AttemptState(
+        attempt_id=attempt.attempt_id,
+        rollout_id=attempt.rollout.rollout_id,
+        worker=attempt.worker,
+        status=attempt.status,
+        started_ns=attempt.started_ns,
+        error=attempt.error,
+    )
+
+
+_STATES: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
+    "rollout_states": ("rollouts", _rollout_state),
+    "attempt_states": ("attempts", _attempt_state),
+}
 
 
 class MemoryStore(Store):
@@ -111,12 +134,13 @@ class MemoryStore(Store):
         """Return a page of records in order of arrival, or in reverse."""
         what, _ = listing_of(kind, where)
         wanted = _record_filter(where)
+        table, form = _STATES.get(what, (what, lambda record: record))
         with self._open() as kept:
-            if what in ("rollouts", "attempts"):
+            if table in ("rollouts", "attempts"):
                 self._settle()
             found = [
-                (number, kept.now(record))
-                for number, record in kept.numbered(getattr(kept, what))
+                (number, form(kept.now(record)))
+                for number, record in kept.numbered(getattr(kept, table))
                 if (not after or (number < after if newest_first else number > after)) and wanted(kept.now(record))
             ]
         if newest_first:

@@ -7,7 +7,15 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from lightning_spans.errors import LightningError, RefusedError
-from lightning_spans.schema.attempts import AttemptRecord, AttemptStatus, End, Rollout, RolloutStatus
+from lightning_spans.schema.attempts import (
+    AttemptRecord,
+    AttemptState,
+    AttemptStatus,
+    End,
+    Rollout,
+    RolloutState,
+    RolloutStatus,
+)
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
@@ -116,10 +124,12 @@ LISTINGS: Final[Mapping[str, Listing]] = {
     "rewards": Listing(Reward, _OF_ATTEMPTS),
     "rollouts": Listing(Rollout, frozenset({"rollout_ids", "group_ids", "status", "origin"})),
     "attempts": Listing(AttemptRecord, _OF_ATTEMPTS | {"origin"}),
+    "rollout_states": Listing(RolloutState, frozenset({"rollout_ids"})),
+    "attempt_states": Listing(AttemptState, _OF_ATTEMPTS),
     "deployments": Listing(Deployment, frozenset()),
     "assignments": Listing(Assignment, frozenset({"attempt_ids"})),
 }
-"""What can be listed, by the name of the store's method that gives the whole list."""
+"""What can be listed, by its name over HTTP and that of the store's method for the whole list, if there is one."""
 _BY_KIND: Final = {listing.kind: (name, listing) for name, listing in LISTINGS.items()}
 
 
@@ -194,6 +204,7 @@ class Store(Protocol):
     ) -> Page[R]:
         """Read some records: `Span`, `Call`, `Reward`, `Rollout`, `AttemptRecord`, `Deployment` or `Assignment`.
 
+        `RolloutState` and `AttemptState` are rollouts and attempts without tasks, for those who wait for many.
         Pages follow each other in the order of arrival, so that records added later are on a later page and none is
         returned twice.
 

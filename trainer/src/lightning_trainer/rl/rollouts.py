@@ -10,9 +10,18 @@ from typing import Any, Final, Literal, TypeAlias
 
 from lightning_spans.errors import LightningError, RewardError
 from lightning_spans.record.stalls import Wait, begin
-from lightning_spans.schema.attempts import FAILED, AttemptRecord, End, Rollout, RolloutStatus
+from lightning_spans.schema.attempts import (
+    FAILED,
+    AttemptRecord,
+    AttemptState,
+    End,
+    Rollout,
+    RolloutState,
+    RolloutStatus,
+)
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.store import Store
+from lightning_spans.store.protocol import Where, whole_list
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.choices import Timeouts
 from lightning_trainer.rl.account import UntrainedReason
@@ -157,7 +166,8 @@ def wait(
         RewardError: an attempt gave no usable reward, and no retry will.
         StalledError: no rollout has started or ended for longer than an attempt may take.
     """
-    ids = [rollout.rollout_id for rollout in rollouts]
+    tasks = {rollout.rollout_id: rollout.task for rollout in rollouts}
+    where = Where(rollout_ids=list(tasks))
     limit_s = max((rollout.timeout_s or 0.0 for rollout in rollouts), default=0.0) + SLACK_S
     untimed = any(rollout.timeout_s is None for rollout in rollouts)
     seen: object = None
@@ -165,14 +175,14 @@ def wait(
     with _Stalls(describe) as stalls:
         while True:
             check()
-            now = store.rollouts(rollout_ids=ids)
+            now = whole_list(store, RolloutState, where)
             standing: Counter[RolloutStatus] = Counter(rollout.status for rollout in now)
-            attempts = store.attempts(rollout_ids=ids)
-            _refuse_missing_rewards(attempts)
+            attempts = whole_list(store, AttemptState, where)
+            _refuse_missing_rewards(attempts, tasks)
             moved = (standing, Counter(attempt.status for attempt in attempts), ended())
             if moved != seen:
                 seen, since = moved, time.monotonic()
-                on_progress(len(ids) - standing["queued"] - standing["running"])
+                on_progress(len(tasks) - standing["queued"] - standing["running"])
             if not standing["queued"] and not standing["running"]:
                 return
             stalls.look(now, attempts, moved)
@@ -253,15 +263,15 @@ def _outcome(
     return Outcome(rollout=rollout, attempt=attempt, attempts=tuple(attempts), rewards=earned, crash=crash, endings=its)
 
 
-def _refuse_missing_rewards(attempts: Sequence[AttemptRecord]) -> None:
+def _refuse_missing_rewards(attempts: Sequence[AttemptState], tasks: Mapping[str, Mapping[str, Any]]) -> None:
     for attempt in attempts:
         if attempt.status == "failed" and (attempt.error or "").startswith(REWARD_ERROR):
             problem = (attempt.error or "").removeprefix(REWARD_ERROR)
-            raise RewardError(f"{problem}\nThe task was {str(dict(attempt.rollout.task))[:300]}.")
+            raise RewardError(f"{problem}\nThe task was {str(dict(tasks[attempt.rollout_id]))[:300]}.")
 
 
 def _stall_message(
-    attempts: Sequence[AttemptRecord], standing: Mapping[RolloutStatus, int], limit_s: float, workers: str
+    attempts: Sequence[AttemptState], standing: Mapping[RolloutStatus, int], limit_s: float, workers: str
 ) -> str:
     running = [attempt for attempt in attempts if attempt.status == "running"]
     oldest = min(running, key=lambda a: a.started_ns, default=None)
@@ -291,7 +301,7 @@ class _Stalls:
         for wait in self._waits.values():
             wait.end()
 
-    def look(self, rollouts: Sequence[Rollout], attempts: Sequence[AttemptRecord], moved: object) -> None:
+    def look(self, rollouts: Sequence[RolloutState], attempts: Sequence[AttemptState], moved: object) -> None:
         """Note the current state of the batch."""
         if moved != self._seen:
             self._seen = moved
@@ -300,7 +310,7 @@ class _Stalls:
         told = self._describe
         queued = {rollout.rollout_id for rollout in rollouts if rollout.status == "queued"}
         idle = bool(queued) and not any(attempt.status == "running" for attempt in attempts)
-        gone = [a for a in attempts if a.status == "lost" and a.rollout.rollout_id in queued]
+        gone = [a for a in attempts if a.status == "lost" and a.rollout_id in queued]
         last = _last_of_groups(rollouts)
         self._note("queue", idle and not gone, lambda: f"a runner to claim {len(queued)} rollouts; {told()}")
         self._note("lease", idle and bool(gone), lambda: f"another runner to take over {_attempts_text(gone)}")
@@ -314,13 +324,13 @@ class _Stalls:
             self._waits[part] = begin(part, what)
 
 
-def _attempts_text(gone: Sequence[AttemptRecord]) -> str:
+def _attempts_text(gone: Sequence[AttemptState]) -> str:
     return f"{len(gone)} attempts, such as {gone[0].attempt_id}, claimed by {gone[0].worker}"
 
 
-def _last_of_groups(rollouts: Sequence[Rollout]) -> list[str]:
+def _last_of_groups(rollouts: Sequence[RolloutState]) -> list[str]:
     """Name the rollouts that have not ended, if they are a quarter of each group or fewer."""
-    groups: dict[str, list[Rollout]] = defaultdict(list)
+    groups: dict[str, list[RolloutState]] = defaultdict(list)
     for rollout in rollouts:
         groups[rollout.group_id].append(rollout)
     left = [[r.rollout_id for r in group if r.status in {"queued", "running"}] for group in groups.values()]

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Select, String, Table, any_, bindparam, func, literal, select
 
-from lightning_spans.schema.attempts import AttemptRecord, Rollout
+from lightning_spans.schema.attempts import AttemptRecord, AttemptState, Rollout, RolloutState
 from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.json import dumps
 from lightning_spans.schema.rewards import Reward
@@ -19,7 +19,18 @@ from lightning_spans.store.protocol import Page, Where
 from lightning_spans.store.sql import schema
 from lightning_spans.store.sql.database import POSTGRESQL
 from lightning_spans.store.sql.queue import ATTEMPT_ROWS, attempt_record
-from lightning_spans.store.sql.rows import ASSIGNMENTS, CALLS, CHOICES, DEPLOYMENTS, REWARDS, ROLLOUTS, SPANS, Rows
+from lightning_spans.store.sql.rows import (
+    ASSIGNMENTS,
+    ATTEMPT_STATES,
+    CALLS,
+    CHOICES,
+    DEPLOYMENTS,
+    REWARDS,
+    ROLLOUT_STATES,
+    ROLLOUTS,
+    SPANS,
+    Rows,
+)
 
 R = TypeVar("R")
 _PAGE_BYTES: Final = 8 << 20  # approximate size of the texts in a page: records are of any size, pages are not
@@ -42,11 +53,11 @@ class _Source:
     records: Callable[[Connection, Sequence[Any]], list[Any]]
 
 
-def _of(rows: Rows[Any]) -> _Source:
+def _of(rows: Rows[Any], seq: str = "seq") -> _Source:
     def records(_: Connection, found: Sequence[Any]) -> list[Any]:
         return [rows.record(row) for row in found]
 
-    return _Source(select(*rows.columns), rows.table.c.seq, (rows.table,), records)
+    return _Source(select(*rows.columns), rows.table.c[seq], (rows.table,), records)
 
 
 def _calls(connection: Connection, found: Sequence[Any]) -> list[Call]:
@@ -69,6 +80,8 @@ _SOURCES: Final[Mapping[type[Any], _Source]] = {
     Reward: _of(REWARDS),
     Rollout: _of(ROLLOUTS),
     AttemptRecord: _Source(ATTEMPT_ROWS, schema.attempts.c.fence, (schema.attempts, schema.rollouts), _attempts),
+    RolloutState: _of(ROLLOUT_STATES),
+    AttemptState: _of(ATTEMPT_STATES, "fence"),
     Deployment: _of(DEPLOYMENTS),
     Assignment: _of(ASSIGNMENTS),
 }

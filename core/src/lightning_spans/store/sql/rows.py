@@ -10,7 +10,7 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from sqlalchemy import Column, Table
 
-from lightning_spans.schema.attempts import AttemptRecord, Rollout
+from lightning_spans.schema.attempts import AttemptRecord, AttemptState, Rollout, RolloutState
 from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.json import JsonText, dumps, field_types, from_json, loads, to_json
 from lightning_spans.schema.replays import Replay
@@ -148,5 +148,7 @@ CHOICES: Final = Rows(Choice, schema.choices)
 REWARDS: Final = Rows(Reward, schema.rewards)
 ROLLOUTS: Final = Rows(Rollout, schema.rollouts)
 ATTEMPTS: Final = Rows(AttemptRecord, schema.attempts)
+ROLLOUT_STATES: Final = Rows(RolloutState, schema.rollouts)
+ATTEMPT_STATES: Final = Rows(AttemptState, schema.attempts)
 DEPLOYMENTS: Final = Rows(Deployment, schema.deployments)
 ASSIGNMENTS: Final = Rows(Assignment, schema.assignments)

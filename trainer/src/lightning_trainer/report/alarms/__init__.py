@@ -175,8 +175,8 @@ def answers_alike(history: History) -> Found:
             continue
         first, now = collapsed[0]
         agent = of.removeprefix("/")
-        frequent = next((line for line in reversed(history) if line.get("most_frequent")), {"most_frequent": {}})
-        answer, share = frequent["most_frequent"].get(agent, ("", 0.0))
+        frequent = next((line for line in reversed(history) if line.get("most_frequent")), None)
+        answer, share = frequent["most_frequent"].get(agent, ("", 0.0)) if frequent is not None else ("", 0.0)
         quoted = f"the answer {answer!r}" if answer and share > 0.5 else "one answer"  # also an empty or a long one
         text = (
             f"{agent or 'The agent'} gives {quoted} to {now:.0%} of the"

@@ -11,8 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from lightning_spans.errors import LightningError, RewardError
-from lightning_spans.schema.attempts import Rollout
+from lightning_spans.schema.attempts import AttemptState, Rollout, RolloutState
 from lightning_spans.store import Store
+from lightning_spans.store.protocol import Where, whole_list
 from lightning_trainer.choices import Timeouts
 from lightning_trainer.rl.rollouts import REWARD_ERROR, SLACK_S, Outcome, StalledError, outcomes
 
@@ -100,11 +101,12 @@ class Groups:
                 seen, since = None, time.monotonic()
                 continue
             ids = [rollout.rollout_id for rollouts, _ in pending.values() for rollout in rollouts]
-            status = {rollout.rollout_id: rollout.status for rollout in self._store.rollouts(rollout_ids=ids)}
+            where = Where(rollout_ids=ids)
+            status = {rollout.rollout_id: rollout.status for rollout in whole_list(self._store, RolloutState, where)}
             for group_id, (rollouts, on_end) in pending.items():
                 if not any(status[rollout.rollout_id] in _RUNNING for rollout in rollouts):
                     self._end(group_id, rollouts, on_end)
-            attempts = self._store.attempts(rollout_ids=ids)
+            attempts = whole_list(self._store, AttemptState, where)
             moved = (Counter(status.values()), Counter(attempt.status for attempt in attempts))
             if moved != seen:
                 seen, since = moved, time.monotonic()
