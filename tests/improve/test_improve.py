@@ -382,7 +382,8 @@ def test_each_option_of_the_program_reaches_all_that_run_it(
     assert all(getattr(work, each.name) != each.default for each in fields(Work))
     config = improve_config(
         model, target=None, command="agent", max_model_len=99,
-        backend_options={"slots": 3, "micro_batch_tokens": 512, "weight_decay": 0.01}, workers=3, max_attempts=5, failed="exclude", name_by=("clerk=model:own",), tool_format="hermes",
+        backend_options={"slots": 3, "micro_batch_tokens": 512, "weight_decay": 0.01},
+        workers=3, max_attempts=5, failed="exclude", name_by=("clerk=model:own",), tool_format="hermes",
         temperature=0.7, **asdict(work),
     )  # fmt: skip
     files = TaskFiles(folder / "tasks")
