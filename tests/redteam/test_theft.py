@@ -17,6 +17,7 @@ import pytest
 
 from lightning_spans.record.delivery.otlp import JSON, PROTOBUF, encode
 from lightning_spans.schema.json import to_json
+from lightning_spans.schema.rewards import Reward
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.gateway.auth.keys import KeyRefusedError, Keys
 from support.gateway.surfaces import SURFACES
@@ -112,6 +113,28 @@ def test_a_reward_can_not_be_changed_by_sending_its_id_again(ask, server, runnin
         body = {"rewards": [reward_of(running_attempt, reward_id="the same", value=value)]}
         ask("POST", "/api/rewards", server.keys.issue("admin"), json=body)
     assert [reward.value for reward in server.store.rewards(attempt_ids=[running_attempt.attempt_id])] == [1.0]
+
+
+def test_an_evaluator_can_not_take_the_id_of_anothers_reward(ask, server, running_attempt):
+    keys = [server.keys.issue("evaluator", holder=holder) for holder in ("thief", "shop")]
+    for key, value in [(keys[0], 0.0), (keys[1], 1.0), (keys[1], 0.5)]:
+        body = {"rewards": [reward_of(running_attempt, reward_id="feedback 42", value=value)]}
+        assert ask("POST", "/api/rewards", key, json=body).is_success
+    rewards = server.store.rewards(attempt_ids=[running_attempt.attempt_id])
+    assert [(reward.source, reward.value) for reward in rewards] == [("evaluator:thief", 0.0), ("evaluator:shop", 1.0)]
+
+
+@pytest.mark.parametrize("path", ["/api/attempts/{}/finish", "/api/finishes"], ids=["one", "many"])
+def test_the_end_of_an_attempt_can_not_take_the_id_of_anothers_reward(ask, server, running_attempt, path):
+    """The judge's ids, for example, can be predicted."""
+    victim = f"victim of {running_attempt.attempt_id}"
+    judges = Reward(rollout_id="v", attempt_id=victim, value=1.0, source="judge", reward_id=f"judge/{victim}")
+    end = {"fence": running_attempt.fence, "status": "succeeded"}
+    end["rewards"] = [reward_of(running_attempt, reward_id=judges.reward_id)]
+    body = {"ends": [{"attempt_id": running_attempt.attempt_id, **end}]} if path.endswith("finishes") else end
+    assert ask("POST", path.format(running_attempt.attempt_id), server.keys.issue("runner"), json=body).is_success
+    assert server.store.add_rewards([judges]) == 1
+    assert len(server.store.rewards(attempt_ids=[running_attempt.attempt_id])) == 1
 
 
 def test_a_late_result_with_an_old_fence_is_refused(ask, server, running_attempt):
