@@ -147,7 +147,7 @@ class Conversations:
     ) -> None:
         """Keep the messages up to a response, and its items.
 
-        If there is no room, the oldest responses of those who kept nothing for longest are dropped.
+        If there is no room, the oldest responses of whoever holds the most are dropped: no owner pays for another's.
         """
         owned = self._owned.setdefault(owner, _OwnerMemory())
         self._owned.move_to_end(owner)
@@ -158,14 +158,16 @@ class Conversations:
             self._drop_oldest(owner)
 
     def _drop_oldest(self, keeping: str | None) -> None:
-        owner, owned = next(iter(self._owned.items()))
+        # Of equal ones, the one that kept nothing for longest.
+        owner, owned = max(self._owned.items(), key=lambda pair: pair[1].size)
+        is_hoarding = owned.size > self._most_bytes / 4
         response_id = next(iter(owned.responses))
         self._size -= owned.size
         owned.drop(response_id)
         self._size += owned.size
         if not owned.responses:
             del self._owned[owner]
-        if owner != keeping:
+        if owner != keeping and not is_hoarding:
             self._dropped[owner, response_id] = None
         while len(self._dropped) > _DROPPED_KEPT:
             self._dropped.popitem(last=False)
