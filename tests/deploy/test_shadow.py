@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from lightning_conformance import ScriptedServer
+from lightning_spans.record.production import EVERYTHING, Live
+from lightning_spans.record.redaction import read_rules
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.spans import SHADOW
 from lightning_spans.store import open_store
@@ -51,7 +53,9 @@ class HeldEngine(FakeEngine):
 class Shadow:
     """A gateway whose candidate is in a shadow."""
 
-    def __init__(self, folder: Path, stack: ExitStack, new: FakeEngine, old: FakeEngine, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, stack: ExitStack, new: FakeEngine, old: FakeEngine, live: Live = EVERYTHING, **options: Any
+    ) -> None:
         self.seen: list[str] = []
         self.changed = threading.Condition()
 
@@ -60,7 +64,7 @@ class Shadow:
             app.state.gateway.end_with(made.close)
             return made
 
-        self.here: Deployed = stack.enter_context(deployed(folder, copies=copies, engine=[old, new]))
+        self.here: Deployed = stack.enter_context(deployed(folder, copies=copies, engine=[old, new], live=live))
         self.here.change(name_candidate, Policy("new"), stable="old")
 
     def begin(self, share: float = 1.0, **rules: Any) -> None:
@@ -153,6 +157,19 @@ def test_a_copy_is_deleted_with_its_live_call(tmp_path: Path, stack: ExitStack) 
 
     assert store.delete(trace_ids=["a" * 32]) == 2
     assert left() == [("live", None), (SHADOW, None), (SHADOW, None), ("training", "a1")]
+
+
+def test_copies_are_masked_as_their_live_calls_and_none_is_made_of_a_call_that_is_not_recorded(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    live = Live(rate=0.5, redaction=read_rules(["/new|hi/"], {}))
+    shadow = Shadow(tmp_path, stack, engine("new"), engine("old"), live=live)
+    shadow.begin()
+    assert {shadow.say_in("f"), shadow.say_in("1")} == {"old"}  # the first trace is left out
+    shadow.wait(1)
+    [copy] = each(shadow.here.server.store, Call, Where(origin=SHADOW))
+    assert "new" not in str(copy.choices)
+    assert (copy.prompt_token_ids, copy.choices[0].token_ids) == (None, None), "the prompt has what was masked"
 
 
 def test_only_the_share_is_copied_and_an_equal_answer_agrees(tmp_path: Path, stack: ExitStack) -> None:

@@ -14,14 +14,21 @@ from starlette.routing import Route
 
 from lightning_spans.errors import StoreError
 from lightning_spans.record import stalls
+from lightning_spans.record.delivery.otlp import PROTOBUF, encode
+from lightning_spans.record.production import Live
+from lightning_spans.record.redaction import read_rules
+from lightning_spans.schema.calls import Call
 from lightning_spans.schema.json import to_json
+from lightning_spans.store.traces import traces_of
+from lightning_spans.terms import TENANT, TERMS, make_terms
 from lightning_trainer.cli.servers import serving
 from lightning_trainer.gateway.http import masking
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.masking import mask_secrets
 from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.gateway.upstream.upstream import Upstream
-from support.fakes import ByteTokenizer, FakeEngine, served
+from support.fakes import ByteTokenizer, FakeEngine, Served, served
+from support.gateway.theft import span_of
 
 
 @pytest.fixture(autouse=True)
@@ -186,3 +193,72 @@ def test_a_database_that_is_still_starting_is_waited_for(monkeypatch, tmp_path):
     monkeypatch.setattr(session, "open_store", lambda _: (_ for _ in ()).throw(StoreError("password failed")))
     with pytest.raises(StoreError, match="password"), serving.opened_when_ready("postgresql://db/x", pause_s=0.0):
         pass
+
+
+SECRET_CALL = {
+    "model": "policy",
+    "messages": [{"role": "user", "content": '{"password": "hunter2", "mail": "bob@example.com"}'}],
+    "stop": ["bob@example.com"],
+}
+
+
+def post_call(server: Served, key: str, trace_id: str = "a" * 32) -> Call:
+    """The record of a call; the answer has what the rules mask."""
+    headers = {"authorization": f"Bearer {key}", "traceparent": f"00-{trace_id}-{'b' * 16}-01"}
+    server.engine.play(["ask ann@example.com"])
+    reply = httpx.post(f"{server.url}/v1/chat/completions", headers=headers, json=SECRET_CALL)
+    assert reply.json()["choices"][0]["message"]["content"] == "ask ann@example.com"
+    return server.store.calls(trace_ids=[trace_id])[-1]
+
+
+def test_a_call_of_production_is_masked_before_it_is_stored_and_one_of_an_attempt_is_not(tmp_path: Path) -> None:
+    live = Live(redaction=read_rules(["password", r"/[\w.+-]+@[\w.-]+/"], {}))
+    with served(tmp_path, FakeEngine(), live=live) as server:
+        masked = post_call(server, server.keys.issue("caller", terms=make_terms(tenant="acme")))
+        whole = post_call(server, server.key("attempt"), "c" * 32)
+        assert 'lightning_live_calls_total{outcome="redacted"} 1.0' in httpx.get(f"{server.url}/metrics").text
+    stored = str(to_json(masked))
+    assert "hunter2" not in stored
+    assert "@example.com" not in stored
+    assert masked.sampling[TERMS] == {TENANT: "acme"}
+    assert masked.prompt_token_ids is None
+    assert [(choice.token_ids, choice.logprobs) for choice in masked.choices] == [(None, None)]
+    assert whole.request["messages"] == SECRET_CALL["messages"]
+    assert whole.prompt_token_ids
+    assert all(choice.token_ids and "ann@example.com" in str(choice.message) for choice in whole.choices)
+
+
+@pytest.mark.parametrize("rules", [[], ["/nowhere/", "password_of_nobody"]])
+def test_a_call_of_production_in_which_nothing_is_masked_keeps_its_tokens(tmp_path: Path, rules: list[str]) -> None:
+    with served(tmp_path, FakeEngine(), live=Live(redaction=read_rules(rules, {}))) as server:
+        call = post_call(server, server.keys.issue("caller"))
+    assert call.prompt_token_ids
+    assert all(choice.token_ids for choice in call.choices)
+
+
+@pytest.mark.parametrize(("name", "hidden"), [("INPUTS", "hunter2"), ("INPUT_TEXT", "hunter2"), ("OUTPUTS", "ann@")])
+def test_settings_of_openinference_mask_calls_of_production(tmp_path: Path, name: str, hidden: str) -> None:
+    live = Live(redaction=read_rules([], {f"OPENINFERENCE_HIDE_{name}": "true"}))
+    with served(tmp_path, FakeEngine(), live=live) as server:
+        call = post_call(server, server.keys.issue("caller"))
+        [trace] = traces_of(server.store, origin="live")
+    assert hidden not in str(to_json(call))
+    assert hidden not in str([node.span.attributes for node in trace])
+    assert call.prompt_token_ids is None
+
+
+def test_a_trace_of_production_is_kept_or_left_out_with_its_calls(tmp_path: Path) -> None:
+    kept, left_out = "f" * 16 + "0" * 16, "0" * 16 + "f" * 16  # the second half decides
+    with served(tmp_path, FakeEngine(), live=Live(rate=0.5)) as server:
+        key = server.keys.issue("caller")
+        headers = {"authorization": f"Bearer {key}", "content-type": PROTOBUF}
+        for trace_id in (kept, left_out):
+            server.engine.play(["yes"])
+            traced = {**headers, "content-type": "application/json", "traceparent": f"00-{trace_id}-{'b' * 16}-01"}
+            assert httpx.post(f"{server.url}/v1/chat/completions", headers=traced, json=SECRET_CALL).is_success
+            spans = [span_of(None, trace_id=trace_id)]
+            assert httpx.post(f"{server.url}/v1/traces", headers=headers, content=encode(spans)).is_success
+        assert [call.trace_id for call in server.store.calls()] == [kept]
+        assert [span.trace_id for span in server.store.spans()] == [kept]
+        assert 'lightning_live_calls_total{outcome="sampled_out"} 1.0' in httpx.get(f"{server.url}/metrics").text
+        post_call(server, server.key("attempt"), left_out)

@@ -15,14 +15,18 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_spans.errors import ConfigError
+from lightning_spans.schema.calls import LEFT_OUT, Call
 from lightning_spans.schema.json import dumps, read_json
 from lightning_spans.schema.spans import CHAT, REQUEST, RESPONSE, TOOL_ARGUMENTS, TOOL_RESULT, TOOL_RETURNED, Json, Span
+from lightning_spans.terms import TERMS
 
 if TYPE_CHECKING:
     from openinference.instrumentation import TraceConfig
 
 MASK: Final = "__REDACTED__"  # as OpenInference writes it
 _DEEPEST: Final = 60  # levels of JSON that are searched; deeper values are masked completely
+
+_OURS: Final = (TERMS, "conversation", "seeds")  # in a call's sampling: what a record is found and used by
 
 _PREFIX: Final = "OPENINFERENCE_HIDE_"
 HIDES: Final = (
@@ -57,7 +61,7 @@ _OTHERS: Final[Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Redaction:
-    """Rules that are applied to a span before any of it is kept.
+    """Rules that are applied to a span, or to the record of a call, before any of it is kept.
 
     Attributes:
         names: globs of fields, in lower case.
@@ -86,6 +90,41 @@ class Redaction:
             attributes=attributes,
         )
         return span if clean == span else clean
+
+    def mask_call(self, call: Call) -> Call:
+        """Return the record of a call masked, without its tokens; the same object if nothing was.
+
+        The tokens are the text once more, and a record without them is never trained on.
+        """
+        if not self:
+            return call
+        clean = self._call(call)
+        # Without rules it is only brought into the same form: tuples become lists.
+        if clean == NOTHING._call(call):
+            return call
+        choices = tuple(replace(choice, token_ids=None, logprobs=None) for choice in clean.choices)
+        return replace(clean, prompt_token_ids=None, choices=choices)
+
+    def _call(self, call: Call) -> Call:
+        request = self._request(dict(call.request))
+        kept = {key: value for key, value in call.sampling.items() if key in request or key not in call.request}
+        if isinstance(left_out := kept.get(LEFT_OUT), Mapping):
+            kept[LEFT_OUT] = self._request(dict(left_out))
+        ours = {key: value for key, value in kept.items() if key in _OURS}
+        return replace(
+            call,
+            request=self._any(request, 0),
+            choices=tuple(replace(choice, message=self._message(choice.message)) for choice in call.choices),
+            sampling={**self._any(kept, 0), **ours},
+            error=None if call.error is None else self._string(call.error, 0),
+        )
+
+    def _message(self, message: Mapping[str, Json]) -> Mapping[str, Json]:
+        hidden = self._response({"choices": dict(message)})["choices"]
+        if not isinstance(hidden, dict):
+            hidden = {**({"role": message["role"]} if "role" in message else {}), "content": hidden}
+        clean: dict[str, Json] = self._any(hidden, 0)
+        return clean
 
     def _error(self, span: Span) -> str:
         """Mask an error: often it contains a tool's output, also in the spans of surrounding agents and workflows."""

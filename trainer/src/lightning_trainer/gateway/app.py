@@ -163,7 +163,7 @@ def create_app(
         upstreams: OpenAI-compatible servers, by the model they serve.
         routing: settings for attempts; the training loop replaces it as ``app.state.routing``.
         limits: sizes and times.
-        live: sampling rate and masking of spans with a live key.
+        live: sampling rate and masking of spans with a live key, and of spans and calls with a caller's.
         provider: answers attempts' calls of named agents that are not in ``routing.agents``, by the model they request;
             None: such calls are answered like the others.
         record_untrained: record those calls, without tokens.
@@ -182,7 +182,7 @@ def create_app(
         record_untrained=record_untrained,
     )
     sessions = Sessions(parts.store, lambda: app.state.routing.seed)
-    gateway = parts.gateway(lambda: app.state.routing)
+    gateway = parts.gateway(lambda: app.state.routing, live)
 
     async def settle() -> None:
         await gateway.settle()
@@ -228,7 +228,7 @@ class _Parts:
         self.models = ServedModels(table, elsewhere, records_provider=record_untrained)
         self.conversations = Conversations()
 
-    def gateway(self, routing: Callable[[], Routing]) -> Gateway:
+    def gateway(self, routing: Callable[[], Routing], live: Live) -> Gateway:
         """Return the gateway of the model calls. It asks `routing` for the settings of each call."""
         return Gateway(
             self.models,
@@ -237,6 +237,7 @@ class _Parts:
             metrics=self.metrics,
             intake=self.intake,
             routing=routing,
+            live=live,
         )
 
     def share(self, app: App, sessions: Sessions) -> None:

@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     "rules",
     multiple=True,
     metavar="RULE",
-    help="Field name, glob or /pattern/ to mask in production spans. May be repeated. See docs/how-to/live.md.",
+    help="Field name, glob or /pattern/ to mask in production data. May be repeated. See docs/how-to/live.md.",
 )
 @click.option("--endpoint", help="Base URL for agents, if it differs from the one that runners use.")
 @admin_key_flag("File for the admin key. The keys of runners, evaluators and live agents are in files next to it.")

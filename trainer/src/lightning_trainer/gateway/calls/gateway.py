@@ -8,6 +8,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lightning_spans.record.production import Live
 from lightning_trainer.gateway.auth.access import Access
 from lightning_trainer.gateway.calls.incoming import Decider, IncomingCall, name_agent
 from lightning_trainer.gateway.calls.models import ServedModels
@@ -40,8 +41,10 @@ class Gateway:
         metrics: Metrics,
         intake: Intake,
         routing: Callable[[], Routing],
+        live: Live,
     ) -> None:
         self._models = models
+        self._live = live
         self._access = access
         self._writer = writer
         self._metrics = metrics
@@ -140,7 +143,7 @@ class Gateway:
         self, surface: Surface, pending: PendingCall, sent: Mapping[bytes, bytes], receive: Receive, send: Send
     ) -> None:
         """Answer one model call and record it, whatever its outcome; `sent` are its headers."""
-        kept = CallRecord(self._writer, self._metrics, pending.requested.grant.attempt_id)
+        kept = CallRecord(self._writer, self._metrics, pending.requested.grant.attempt_id, self._live)
         task = asyncio.current_task()
         if task is not None:
             self._loop = asyncio.get_running_loop()

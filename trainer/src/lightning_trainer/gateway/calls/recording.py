@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from lightning_spans.errors import StoreError
+from lightning_spans.record.production import Live, is_sampled
+from lightning_spans.schema.calls import Call
+from lightning_spans.schema.spans import TRAINING
 from lightning_trainer.gateway.http.errors import Refusal, store_down
 from lightning_trainer.gateway.http.masking import masking_logger
 from lightning_trainer.gateway.http.metrics import Metrics
@@ -20,12 +23,14 @@ class CallRecord:
         writer: writes it.
         metrics: count it.
         attempt_id: of the attempt that made the call; None: it was made outside of one.
+        live: how calls with a caller's key are sampled and masked.
     """
 
-    def __init__(self, writer: RecordWriter, metrics: Metrics, attempt_id: str | None) -> None:
+    def __init__(self, writer: RecordWriter, metrics: Metrics, attempt_id: str | None, live: Live) -> None:
         self.attempt_id = attempt_id
         self._writer = writer
         self._metrics = metrics
+        self._live = live
         self.begun = False  # whether the record is being kept, or has been
         self.keeps = True  # False: the call is answered and counted, but not recorded
 
@@ -38,8 +43,12 @@ class CallRecord:
         self.begun = True
         call = pending.finish(error)
         try:
-            if self.keeps:
-                await self._writer.call(call)
+            if self.is_stored(pending):
+                stored = self.mask(call)
+                self._metrics.live_call("redacted", int(stored is not call))
+                await self._writer.call(stored)
+            else:
+                self._metrics.live_call("sampled_out", int(self.keeps))
         except Exception as problem:
             raise store_down(problem) from problem
         self._metrics.call(call)
@@ -75,5 +84,16 @@ class CallRecord:
         """Keep a call that ends because the server stops."""
         if not self.begun:
             self.begun = True
-            if self.keeps:
-                self._writer.call_later(pending.finish("the server stopped"))
+            if self.is_stored(pending):
+                self._writer.call_later(self.mask(pending.finish("the server stopped")))
+
+    def is_stored(self, pending: PendingCall) -> bool:
+        """Whether the call is recorded. Live ones are sampled by their trace, as spans are."""
+        requested = pending.requested
+        return self.keeps and (
+            not requested.grant.is_live or is_sampled(requested.trace_id or pending.call_id, self._live.rate)
+        )
+
+    def mask(self, call: Call) -> Call:
+        """Return the record of a call to store: of production, masked. Those of attempts are trained on."""
+        return call if call.attempt_id is not None or call.origin == TRAINING else self._live.redaction.mask_call(call)

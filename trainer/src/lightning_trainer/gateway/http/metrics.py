@@ -52,6 +52,9 @@ class Metrics:
             Counter("lightning_tokens", "tokens of recorded calls", ["kind"], registry=self.registry).labels
         )
         self._spans = Counter("lightning_spans", "spans received", ["outcome"], registry=self.registry)
+        self._live_calls = Counter(
+            "lightning_live_calls", "calls of production left out or masked", ["outcome"], registry=self.registry
+        )
         self._prompts = Counter(
             "lightning_prompts",
             "prompts by whether they hold an earlier call's tokens",
@@ -104,6 +107,11 @@ class Metrics:
         """Count spans by outcome: ``kept``, ``rejected``, ``refused`` (the sender will retry)."""
         if count:
             self._spans.labels(outcome).inc(count)
+
+    def live_call(self, outcome: str, count: int) -> None:
+        """Count calls of production by what the server did to their records: ``sampled_out``, ``redacted``."""
+        if count:
+            self._live_calls.labels(outcome).inc(count)
 
     def claimed(self, count: int) -> None:
         """Count attempts that a runner got."""

@@ -54,6 +54,7 @@ class LiveCall:
         usage: its tokens as counted by the upstream.
         candidate: the model that answers the copy.
         routing: the routing at the time of the request.
+        mask: masks the record of the candidate's answer before it is stored.
     """
 
     deployment: Deployment
@@ -63,6 +64,7 @@ class LiveCall:
     usage: Mapping[str, Any]
     candidate: ServedModel
     routing: Routing
+    mask: Callable[[Call], Call]
 
     @property
     def key(self) -> tuple[str, str]:
@@ -102,8 +104,10 @@ class ShadowCopies:
                 self._pass_over(deployment, "dropped")
                 return
             pending = call.pending
+            if not call.record.is_stored(pending):  # the copy is deleted with the record of its call
+                return
             answer, usage = pending.finish(), pending.sampled.usage
-            given = (conversation, pending.requested, answer, usage, candidate, call.routing)
+            given = (conversation, pending.requested, answer, usage, candidate, call.routing, call.record.mask)
             self._begin(LiveCall(deployment, *given))
         except Exception:
             logger.exception("a live call of %s was not copied", deployment.agent)
@@ -170,9 +174,9 @@ class ShadowCopies:
         name, number = live.deployment.agent, live.deployment.number
         uncopied = {why: self._uncopied.pop((name, number, why), 0) for why in ("dropped", "off path")}
         marks = {MARK: number, SHADOW: {**mark, **uncopied}}
-        kept = replace(
-            call, call_id=copy_id(live.answer.call_id), origin=SHADOW, request={}, sampling={**call.sampling, **marks}
-        )
+        masked = live.mask(call)  # with its request, which the tokens of the prompt contain
+        sampling = {**masked.sampling, **marks}
+        kept = replace(masked, call_id=copy_id(live.answer.call_id), origin=SHADOW, request={}, sampling=sampling)
         try:
             await asyncio.to_thread(self._store.add_calls, [kept])
         except BaseException:
