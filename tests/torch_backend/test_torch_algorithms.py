@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -166,6 +167,19 @@ def test_responses_are_episodes_of_their_own_however_rows_were_merged() -> None:
     values = np.array([0.5, 0.5, 0.5])
     _, apart = token_advantages(np.array([1.0, 0.0, 0.0]), values, np.zeros(3), [1, 2], 0.0)
     assert apart.tolist() == [1.0, 0.5, 0.0]
+
+
+def test_one_long_response_does_not_pad_all_others() -> None:
+    numbers, lengths = np.random.default_rng(0), [*range(1, 101), 4000, *range(100, 0, -1), 17]
+    credit, values, penalties = (numbers.normal(0, 1, sum(lengths)) for _ in range(3))
+    tracemalloc.start()
+    _, targets = token_advantages(credit, values, penalties, lengths, 0.9)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 300 * sum(lengths)  # bytes; padded, it would be more than 2,000 per token
+    places = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+    alone = [token_advantages(credit[p], values[p], penalties[p], [len(p)], 0.9)[1] for p in places]
+    assert targets.tolist() == np.concatenate(alone).tolist()
 
 
 def test_the_value_head_learns_what_answers_are_worth_and_goes_on_from_a_checkpoint(

@@ -122,14 +122,24 @@ def token_advantages(
     Returns:
         (P,) advantages and (P,) targets.
     """
-    mask_ST = np.arange(max(lengths, default=0)) < np.asarray(lengths)[:, None]
-    rewards_ST, values_ST = np.zeros(mask_ST.shape), np.zeros(mask_ST.shape)
-    ends = np.cumsum(lengths) - 1
+    lengths_S = np.asarray(lengths, dtype=np.int64)
+    ends_S = np.cumsum(lengths_S) - 1
     rewards_P = -penalties_P.astype(np.float64)
-    rewards_P[ends] += credit_P[ends]
-    rewards_ST[mask_ST], values_ST[mask_ST] = rewards_P, values_P
-    advantages_ST, targets_ST = generalised_advantages(rewards_ST, values_ST, mask_ST, lam=lam)
-    return whiten(advantages_ST[mask_ST]).astype(np.float32), targets_ST[mask_ST].astype(np.float32)
+    rewards_P[ends_S] += credit_P[ends_S]
+    advantages_P, targets_P = np.empty_like(rewards_P), np.empty_like(rewards_P)
+    # Responses of similar lengths together: one long response would pad all others to its length.
+    sizes_S = np.ceil(np.log2(np.maximum(lengths_S, 1)))
+    for size in np.unique(sizes_S):
+        some_S = sizes_S == size
+        own, starts = lengths_S[some_S, None], (ends_S - lengths_S + 1)[some_S, None]
+        steps_T = np.arange(own.max())
+        mask_ST = steps_T < own
+        places_P = (starts + steps_T)[mask_ST]
+        rewards_ST, values_ST = np.zeros(mask_ST.shape), np.zeros(mask_ST.shape)
+        rewards_ST[mask_ST], values_ST[mask_ST] = rewards_P[places_P], values_P[places_P]
+        advantages_ST, targets_ST = generalised_advantages(rewards_ST, values_ST, mask_ST, lam=lam)
+        advantages_P[places_P], targets_P[places_P] = advantages_ST[mask_ST], targets_ST[mask_ST]
+    return whiten(advantages_P).astype(np.float32), targets_P.astype(np.float32)
 
 
 VARIANTS: Final[Mapping[str, Algorithm]] = {
