@@ -8,15 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_spans.schema.attempts import AttemptRecord, Rollout
+from lightning_spans.schema.rewards import Reward
 from lightning_trainer.kits.evaluation.passes import pass_all, pass_at
 from lightning_trainer.kits.evaluation.samples import Sample, Usage
 from lightning_trainer.kits.evaluation.summary import (
     Counting,
     difference,
     differences_by_agent,
+    join_equal_tasks,
     summarise,
     summarise_each,
 )
+from lightning_trainer.rl.rollouts import Outcome
+from lightning_trainer.rl.scores import score
 
 
 @given(st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
@@ -111,6 +116,30 @@ def test_a_crash_counts_for_each_agent_with_rewards_as_in_validations() -> None:
     ]
     found = summarise(drawn, Counting()).by_agent
     assert {name: agent.reward.mean for name, agent in found.items()} == {"planner": 0.5, "writer": 0.5}
+
+
+def test_equal_lines_of_the_file_are_one_task_as_in_validations() -> None:
+    tasks = [{"question": "easy"}] * 9 + [{"question": "hard"}] * 3
+    drawn = [sample(place, 0, float(task["question"] == "easy")) for place, task in enumerate(tasks)]
+    found = summarise(join_equal_tasks(drawn, tasks), Counting())
+    rollouts = [
+        Rollout(rollout_id=f"{place}", group_id=f"{place}", task=task, mode="val") for place, task in enumerate(tasks)
+    ]
+    attempts = [
+        AttemptRecord(attempt_id=each.rollout_id, rollout=each, number=1, fence=1, worker="w", status="succeeded")
+        for each in rollouts
+    ]
+    outcomes = [
+        Outcome(rollout=its.rollout, attempt=its, attempts=(its,), rewards=(reward_of_run(its, each.reward),))
+        for its, each in zip(attempts, drawn, strict=True)
+    ]
+    validation = score(outcomes, "lowest")
+    assert (found.tasks, found.reward.mean) == (validation.tasks, validation.reward) == (2, 0.5)
+    assert (found.reward.low, found.reward.high) == (validation.low, validation.high)
+
+
+def reward_of_run(its: AttemptRecord, value: float | None) -> Reward:
+    return Reward(rollout_id=its.attempt_id, attempt_id=its.attempt_id, value=value or 0.0, source="run")
 
 
 def test_a_difference_is_taken_task_by_task():

@@ -19,7 +19,13 @@ from lightning_trainer.kits.evaluation.config import BearerKeys, EvalConfig, rea
 from lightning_trainer.kits.evaluation.measurement import Measurement
 from lightning_trainer.kits.evaluation.program import read_program
 from lightning_trainer.kits.evaluation.samples import Sample
-from lightning_trainer.kits.evaluation.summary import Summary, difference, differences_by_agent, summarise_each
+from lightning_trainer.kits.evaluation.summary import (
+    Summary,
+    difference,
+    differences_by_agent,
+    join_equal_tasks,
+    summarise_each,
+)
 from lightning_trainer.report.failures import most_frequent_error
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.run.data import Task, digest, load_tasks
@@ -135,7 +141,7 @@ def evaluate(
             files.write_options(folder, {**asked, "seconds": seconds})
         if isinstance(other, Path):
             drawn.append(files.read_samples(other))
-    found = summarise_each(drawn, config.counting)
+    found = summarise_each([join_equal_tasks(side, tasks) for side in drawn], config.counting)
     result = Evaluation(
         summary=found[0],
         name=subject.name,

@@ -13,7 +13,7 @@ from lightning_trainer.kits.evaluation.passes import pass_all, pass_at
 from lightning_trainer.kits.evaluation.samples import Sample, Usage
 from lightning_trainer.report.answers import most_frequent
 from lightning_trainer.rl.rollouts import Failed
-from lightning_trainer.rl.scores import trained_names
+from lightning_trainer.rl.scores import task_digest, trained_names
 
 _MOST_EACH: Final = 64  # values of k that are printed one by one
 
@@ -162,6 +162,13 @@ def summarise(samples: Sequence[Sample], counting: Counting) -> Summary:
         by_task=means,
         declared=counting.declared,
     )
+
+
+def join_equal_tasks(samples: Sequence[Sample], tasks: Sequence[Mapping[str, Any]]) -> list[Sample]:
+    """Return the samples with equal tasks as one: that of the first of them, because their samples are alike."""
+    first: dict[str, int] = {}
+    places = [first.setdefault(task_digest(task), place) for place, task in enumerate(tasks)]
+    return [replace(sample, task=places[sample.task]) for sample in samples]
 
 
 def summarise_each(sides: Iterable[Sequence[Sample]], counting: Counting) -> list[Summary]:
