@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import datetime as dt
+import hashlib
 import json
+import random
 import sys
 from collections import Counter
+from collections.abc import MutableSequence
 from decimal import Decimal
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_spans.errors import DataError
-from lightning_trainer.run.data import batch_at, digest, load_tasks
+from lightning_trainer.run.data import batch_at, count_shared, digest, load_tasks
 
 
 def file(folder: Path, name: str, text: str | bytes) -> Path:
@@ -80,6 +83,42 @@ def test_digest_changes_with_any_task_and_not_with_the_order_of_keys() -> None:
     assert digest([{"a": 1, "b": 2}]) == digest([{"b": 2, "a": 1}])
     assert digest([{"a": 1}]) != digest([{"a": 2}])
     assert digest([{"a": 1}]) != digest([{"a": 1}, {"a": 1}])
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_digest_is_that_of_the_list_without_its_whole_text(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    tasks = [{"q": f"{number} \u00e9", "a": None} for number in range(count)]
+    expected = hashlib.sha256(json.dumps(tasks, sort_keys=True).encode()).hexdigest()[:16]
+    dumps, written = json.dumps, list[object]()
+
+    def recorded(value: object, **options: bool) -> str:
+        written.append(value)
+        return dumps(value, **options)
+
+    monkeypatch.setattr(json, "dumps", recorded)
+    assert digest(tasks) == expected
+    assert written == tasks, "one task at a time"
+
+
+def test_an_epoch_is_shuffled_once_for_all_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    shuffle, orders = random.Random.shuffle, list[list[int]]()
+
+    def recorded(self: random.Random, values: MutableSequence[int]) -> None:
+        shuffle(self, values)
+        orders.append(list(values))
+
+    monkeypatch.setattr(random.Random, "shuffle", recorded)
+    taken = [batch_at(step, 50, 8, seed=20_261) for step in range(12) for _ in range(2)]  # two epochs
+    assert len(orders) == 2
+    assert [place for batch in taken[::2] for place in batch] == [*orders[0], *orders[1]][:96]
+    expected = list(range(50))
+    random.Random("20261/0").shuffle(expected)
+    assert orders[0] == expected
+
+
+def test_shared_tasks_are_counted_for_each_held_out_task() -> None:
+    assert count_shared([{"a": 1, "b": 2}, {"a": 3}], [{"b": 2, "a": 1}, {"a": 1, "b": 2}, {"a": 4}]) == 2
+    assert count_shared([{"a": 1}], []) == 0
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 1000))

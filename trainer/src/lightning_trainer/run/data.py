@@ -11,7 +11,9 @@ import json
 import random
 import re
 import shlex
+from array import array
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -119,13 +121,19 @@ def check_storable(task: Task) -> None:
 
 def digest(tasks: Sequence[Task]) -> str:
     """Return 16 hex digits that change if any task does: a resumed run must continue with the same data."""
-    return hashlib.sha256(json.dumps(tasks, sort_keys=True).encode()).hexdigest()[:16]
+    found = hashlib.sha256()
+    for number, task in enumerate(tasks):  # as `json.dumps` of the list writes it, without its text in memory
+        found.update(f"{', ' if number else '['}{json.dumps(task, sort_keys=True)}".encode())
+    found.update(b"]" if tasks else b"[]")
+    return found.hexdigest()[:16]
 
 
 def count_shared(tasks: Sequence[Task], val: Sequence[Task]) -> int:
     """Return how many held-out tasks are also training tasks."""
-    known = {json.dumps(task, sort_keys=True) for task in tasks} if val else set[str]()
-    return sum(json.dumps(task, sort_keys=True) in known for task in val)
+    held_out = [json.dumps(task, sort_keys=True) for task in val]
+    wanted = frozenset(held_out)
+    shared = {text for task in tasks if (text := json.dumps(task, sort_keys=True)) in wanted} if val else set[str]()
+    return sum(text in shared for text in held_out)
 
 
 def batch_at(step: int, task_count: int, batch_size: int, seed: int) -> list[int]:
@@ -143,11 +151,15 @@ def batch_at(step: int, task_count: int, batch_size: int, seed: int) -> list[int
         (batch_size,) indices of tasks.
     """
     places = range(step * batch_size, (step + 1) * batch_size)
-    orders: dict[int, list[int]] = {}
-    for epoch in {place // task_count for place in places}:
-        orders[epoch] = list(range(task_count))
-        random.Random(f"{seed}/{epoch}").shuffle(orders[epoch])
-    return [orders[place // task_count][place % task_count] for place in places]
+    return [_order(place // task_count, task_count, seed)[place % task_count] for place in places]
+
+
+@lru_cache(maxsize=2)  # a batch may span two epochs
+def _order(epoch: int, task_count: int, seed: int) -> Sequence[int]:
+    """Return the order of all tasks in one epoch."""
+    order = array("q", range(task_count))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
 
 
 def _folder(path: Path) -> list[Path]:
