@@ -102,6 +102,13 @@ async def run(task):
             await asyncio.sleep(0.01)
         child.stdin.close()
         return float(child.wait() == 0)
+    if how == "holds threads":
+        def hold():
+            while not Path("go").exists():
+                time.sleep(0.01)
+        held = [asyncio.get_running_loop().run_in_executor(None, hold) for _ in range(64)]
+        Path("held").touch()
+        await asyncio.gather(*held)
     if how == "ends a fork":
         fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
         fork.start()
@@ -293,6 +300,21 @@ async def test_spans_that_are_never_delivered_cost_the_worker_and_no_attempt(mon
     assert (end.status, [reward.value for reward in end.rewards]) == ("succeeded", [0.5])
     await started[0].killed.wait()
     await own.stop()
+
+
+def test_attempt_that_keeps_the_threads_of_the_loop_busy_holds_up_no_end(
+    store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "FLUSH_S", 600.0)
+    holds = enqueue(store, [{"how": "holds threads"}], max_attempts=1)
+    with running(store, JOB, folder):
+        try:
+            until((folder / "held").exists)
+            assert ends(store, enqueue(store, [{}], max_attempts=1)) == [["succeeded"]]
+            assert store.rollouts(rollout_ids=holds)[0].status == "running"
+        finally:
+            (folder / "go").touch()
+        assert ends(store, holds) == [["succeeded"]]
 
 
 @pytest.mark.parametrize("name", ["KILL", "TERM"])

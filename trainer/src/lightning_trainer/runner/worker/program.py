@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
-from contextvars import ContextVar
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final, TypeVar
 
 from lightning_spans.record import unrecorded
 from lightning_spans.record.attach import attached_frameworks
@@ -32,7 +33,11 @@ from lightning_trainer.runner.worker.watchdog import leaked_threads
 
 STOP_S = 5.0
 
+_Given = TypeVar("_Given")
+_Result = TypeVar("_Result")
 Awaited = Callable[[Callable[..., Any]], Callable[..., Awaitable[Any]]]
+# For the ends of attempts. Agents may fill the loop's own executor for as long as they like, with `asyncio.to_thread`.
+_threads: Final = ThreadPoolExecutor(thread_name_prefix="lightning-end")
 _NUMBER: ContextVar[int | None] = ContextVar("lightning-attempt-number", default=None)
 
 
@@ -113,7 +118,7 @@ class WorkerProgram:
         )
         # The rest does not count towards the time limit.
         self._send({"type": "flushing", "id": message["id"], **_result_to_json(outcome)})
-        left = await asyncio.to_thread(self._subprocesses.end, message["id"])
+        left = await _in_own_thread(self._subprocesses.end, message["id"])
         if left:
             names = ", ".join(left)
             sys.stderr.write(f"attempt {attempt.attempt_id} left processes running, ended with it: {names}\n")
@@ -147,7 +152,12 @@ async def _flush() -> bool:
     """
     recorder = live_recorder()
     flush = deliver_left if recorder is None else recorder.tracer.flush
-    return all(await asyncio.gather(asyncio.to_thread(flush, FLUSH_S), wait_for_spans(FLUSH_S)))
+    return all(await asyncio.gather(_in_own_thread(flush, FLUSH_S), wait_for_spans(FLUSH_S)))
+
+
+async def _in_own_thread(function: Callable[[_Given], _Result], given: _Given) -> _Result:
+    context = copy_context()
+    return await asyncio.get_running_loop().run_in_executor(_threads, lambda: context.run(function, given))
 
 
 def load_job(job: Job, awaitable: Awaited) -> tuple[Agent, Score | None]:
