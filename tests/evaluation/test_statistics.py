@@ -108,16 +108,6 @@ def test_a_crash_is_no_success_whatever_it_earns() -> None:
     assert (found.pass_at, found.pass_all) == ({1: 0.5, 2: 1.0}, {1: 0.5, 2: 0.0})
 
 
-def test_a_crash_counts_for_each_agent_with_rewards_as_in_validations() -> None:
-    speakers = {"planner": Usage(calls=1), "writer": Usage(calls=1)}
-    drawn = [
-        sample(0, 0, 1.0, rewards={"planner": 1.0, "writer": 1.0}, usage=speakers),
-        sample(1, 0, None, "crashed", usage={"planner": Usage(calls=1)}),
-    ]
-    found = summarise(drawn, Counting()).by_agent
-    assert {name: agent.reward.mean for name, agent in found.items()} == {"planner": 0.5, "writer": 0.5}
-
-
 def test_equal_lines_of_the_file_are_one_task_as_in_validations() -> None:
     tasks = [{"question": "easy"}] * 9 + [{"question": "hard"}] * 3
     drawn = [sample(place, 0, float(task["question"] == "easy")) for place, task in enumerate(tasks)]

@@ -286,7 +286,7 @@ def _agent_reward(sample: Sample, name: str, own: bool, crash: float | None) -> 
     """Return an agent's reward in a sample; None if it has none, or the sample does not count."""
     spoke = name in sample.usage
     if sample.status == "crashed":
-        return crash if own or spoke else None
+        return crash if spoke else None
     if own:
         return sample.rewards.get(name)
     return sample.reward if spoke else None
