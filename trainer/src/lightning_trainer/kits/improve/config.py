@@ -85,8 +85,8 @@ class ImproveConfig(ImproveFields, CheckedRecord):
         if RL in self.methods and self.train.algorithm == DISTIL:
             raise ConfigError("algorithm = distil is the method distil. Name it with --methods, and RL's algorithm.")
         of_teams = ("agent_weight", "schedule", "opponents", "rollback_on_cliff")
-        if wrong := [name for name in of_teams if getattr(self.train, name)]:
-            raise ConfigError(f"{wrong[0]}: improve trains one agent at a time, and this is for several. Leave it out.")
+        if given := [name for name in of_teams if getattr(self.train, name)]:
+            raise ConfigError(f"{given[0]}: improve trains one agent at a time, and this is for several. Leave it out.")
         if self.train.lr_schedule != "constant":
             raise ConfigError(
                 f"lr_schedule = {self.train.lr_schedule} falls over the steps of one run, and the steps of improve come"
