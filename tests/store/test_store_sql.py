@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, event, text
 
 from lightning_conformance import StoreConformance
 from lightning_conformance.stores.faults import again, some_work
@@ -25,7 +25,7 @@ from lightning_spans.errors import ConfigError, RefusedError, StoreError, StoreG
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import Store, open_store
-from lightning_spans.store.protocol import each
+from lightning_spans.store.protocol import Where, each
 from lightning_spans.store.sql import read
 from lightning_spans.store.sql.schema import VERSION
 from lightning_spans.store.sql.store import SqlStore
@@ -351,6 +351,29 @@ def test_a_page_is_bounded_by_its_size_too(opened: Callable[..., SqlStore], monk
     calls = [a_call(prompt_token_ids=tuple(range(1000))) for _ in range(5)]
     store.add_calls(calls)
     assert [len(store.page(Call).records), list(each(store, Call))] == [2, calls]
+
+
+@pytest.mark.parametrize("kind", [Span, Call])
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_a_page_of_an_origin_is_read_from_the_index_without_sorting(
+    path: Path, opened: Callable[..., SqlStore], kind: type[Any], newest_first: bool
+) -> None:
+    store = opened()
+    asked: list[tuple[str, Any]] = []
+
+    def note(_connection: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
+        asked.append((statement, parameters))
+
+    event.listen(store._engine, "before_cursor_execute", note)
+    store.page(kind, Where(origin="live"), newest_first=newest_first)
+    store.page(kind, Where(origin="live"), after=5, newest_first=newest_first)
+    pages = [(statement, parameters) for statement, parameters in asked if "origin = ?" in statement]
+    assert len(pages) == 2
+    with closing(sqlite3.connect(path)) as connection:
+        for statement, parameters in pages:
+            plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {statement}", parameters)]
+            assert len(plan) == 1, plan
+            assert "_by_origin (origin=?" in plan[0]
 
 
 def test_a_turn_that_is_never_given_back_delays_no_more_than_one_write(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from sqlalchemy import (
 
 from lightning_spans.errors import StoreError
 
-VERSION: Final = 6
+VERSION: Final = 7
 
 metadata = MetaData()
 _TRAINING: Final = text("'training'")  # the origin of rows that were written before origins existed
@@ -238,14 +238,15 @@ RUNNING: Final = text("attempts.status = 'running'")
 _partial("rollouts_queued", rollouts.c.seq, "status = 'queued'")
 _partial("attempts_running", attempts.c.lease_until_ns, "status = 'running'")
 
-# Origins other than training's have an index; training, whose records are found by rollout and attempt, needs none.
+# Origins other than training's have an index, in the order of the pages; training, whose records are found by rollout
+# and attempt, needs none.
 NOT_TRAINING: Final = {table.name: text(f"{table.name}.origin <> 'training'") for table in (spans, calls)}
 for _table in (spans, calls):
     _condition = text("origin <> 'training'")
     Index(
         f"{_table.name}_by_origin",
         _table.c.origin,
-        _table.c.start_ns,
+        _table.c.seq,
         sqlite_where=_condition,
         postgresql_where=_condition,
     )
@@ -309,12 +310,20 @@ def _add_deployments(connection: Connection) -> None:
     )
 
 
+def _order_origins_by_arrival(connection: Connection) -> None:
+    """Version 7: a page of an origin is read from the index, without sorting all that come after it."""
+    for table in ("spans", "calls"):
+        connection.execute(text(f"DROP INDEX {table}_by_origin"))
+        connection.execute(text(f"CREATE INDEX {table}_by_origin ON {table} (origin, seq) WHERE origin <> 'training'"))
+
+
 MIGRATIONS: Final[Mapping[int, Migration]] = {
     2: _add_origins,
     3: _tell_attempts_apart,
     4: _add_times_of_rewards,
     5: _add_replays,
     6: _add_deployments,
+    7: _order_origins_by_arrival,
 }
 """How to bring a file of version n-1 to version n, by n. New files are made at `VERSION` at once."""
 
