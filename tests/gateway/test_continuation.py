@@ -305,6 +305,29 @@ def test_what_is_remembered_is_bounded_and_what_was_forgotten_is_said():
     assert kept._size == 0
 
 
+def test_a_conversation_takes_memory_in_proportion_to_its_tokens():
+    talk = Talk(remembered_bytes=200_000)
+    messages, whole = [USER], ()
+    for number in range(40):
+        prompt, longer, message = talk.ask(messages, strange(talk.tokenizer), tools=())
+        assert prompt.how == (ContinuationReason.JOINED if number else ContinuationReason.BEGINS)
+        assert longer[: len(whole)] == whole
+        whole, messages = longer, [*messages, message, {"role": "user", "content": f"{number}" * 50}]
+    assert 4 * len(whole) <= talk.continuations._size <= 4 * len(whole) + 40 * 500
+
+
+def test_a_call_whose_earlier_calls_are_dropped_while_it_is_answered_is_kept_whole():
+    talk = Talk(remembered_bytes=200_000)
+    _, _, message = talk.ask([USER], strange(talk.tokenizer))
+    messages = [USER, message, OTHER]
+    prompt = talk.continuations.prompt(messages, [TOOL], "a")
+    talk.continuations._evict("a")
+    talk.continuations.remember("a", prompt, [*b"no", talk.tokenizer.eos_token_id], {"content": "no"})
+    assert talk.continuations._size >= 4 * len(prompt.ids)
+    later = talk.continuations.prompt([*messages, {"role": "assistant", "content": "no"}, USER], [TOOL], "a")
+    assert (later.how, later.ids[: len(prompt.ids)]) == (ContinuationReason.JOINED, prompt.ids)
+
+
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [

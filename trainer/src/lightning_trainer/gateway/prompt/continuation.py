@@ -18,6 +18,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final
 
 from lightning_spans.schema.json import dumps
@@ -48,6 +49,7 @@ class RenderedPrompt:
         conversation: the conversation so far, for `Continuations.remember`.
         tools: digest of the tools.
         said: digests of the messages, one each.
+        continues: the call whose tokens it begins with; None: none.
     """
 
     ids: tuple[int, ...]
@@ -56,11 +58,12 @@ class RenderedPrompt:
     conversation: Conversation
     tools: bytes
     said: tuple[bytes, ...] = ()
+    continues: _Turn | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Turn:
-    """An answered call."""
+    """An answered call. It has only the tokens after those of the call that it continues."""
 
     rendered: int  # characters of its prompt as the template rendered it
     digest: bytes  # number of tools
@@ -68,14 +71,25 @@ class _Turn:
     opened: bool  # the prompt ends within reasoning
     reasoning: str | None  # of the answer
     thought: str | None  # the same with its marks, if the template looks for it in the content
-    ids: array[int]  # prompt and answer
-    prompt: int  # how many of them are the prompt
+    before: _Turn | None  # the call that it continues
+    added: array[int]  # the rest of its prompt, and the answer
+    prompt: int  # how many of these are the prompt
+    said: bytes  # the conversation that ends with the answer
     tools: bytes
     continued: int = 0
 
     @property
     def size(self) -> int:
-        return 4 * len(self.ids) + 2 * len(self.answer) + 400  # bytes, approximately
+        return 4 * len(self.added) + 2 * len(self.answer) + 400  # bytes, approximately
+
+    @property
+    def ids(self) -> array[int]:
+        """Prompt and answer."""
+        parts, turn = [self.added], self.before
+        while turn is not None:
+            parts.append(turn.added)
+            turn = turn.before
+        return array("i", chain.from_iterable(reversed(parts)))
 
 
 @dataclass(slots=True)
@@ -138,7 +152,7 @@ class Continuations:
             how, part = self._new_part(text, turn, given[place], tools)
             if how == ContinuationReason.JOINED:
                 turn.continued += 1
-                return RenderedPrompt((*turn.ids, *part), text, how, conversation, shown, said)
+                return RenderedPrompt((*turn.ids, *part), text, how, conversation, shown, said, turn)
             drops = how == ContinuationReason.REWRITTEN and turn.tools == shown
             if drops and (ids := self._fork_tokens(text, messages, tools, known)) is not None:
                 return RenderedPrompt(ids, text, ContinuationReason.FORKED, conversation, shown, said)
@@ -202,12 +216,12 @@ class Continuations:
         return (ContinuationReason.JOINED if faithful else ContinuationReason.UNFAITHFUL), ids
 
     def _read(self, turn: _Turn, tools: Sequence[Message]) -> ParsedAnswer:
-        end = self._chat.end_of(turn.ids)
+        end = self._chat.end_of(turn.added)
         return self._chat.parse(turn.answer.removesuffix(end), tools, opened=turn.opened)
 
     def _after_written(self, rest: str, turn: _Turn, sampled: ParsedAnswer, tools: Sequence[Message]) -> str | None:
         """Return what the template writes after an answer, if it writes the answer's calls or spaces differently."""
-        end = self._chat.end_of(turn.ids)
+        end = self._chat.end_of(turn.added)
         before, found, after = rest.partition(end or self._chat.usual_end)
         written = self._chat.parse(self._chat.plain.shown(before), tools, opened=turn.opened)
         if not found or written.reasoning != sampled.reasoning or not same_answer(sampled, written):
@@ -224,7 +238,7 @@ class Continuations:
         answers = [
             None
             if (turn := known.get(place)) is None
-            else SampledAnswer(turn.ids[turn.prompt :], self._read(turn, tools), turn.opened)
+            else SampledAnswer(turn.added[turn.prompt :], self._read(turn, tools), turn.opened)
             for place, message in enumerate(messages)
             if message["role"] == "assistant"
         ]
@@ -240,6 +254,12 @@ class Continuations:
             message: as the agent got it.
         """
         memory = self._memory(attempt_id)
+        answer = {"role": "assistant", **message}
+        said = prompt.conversation.copy().add(answer)
+        before = prompt.continues
+        if before is not None and before not in memory.turns.get(before.said, ()):
+            before = None  # the attempt's calls were dropped since the prompt was made
+        rest = prompt.ids if before is None else prompt.ids[len(before.ids) :]
         turn = _Turn(
             rendered=len(prompt.text),
             digest=_digest(prompt.text),
@@ -247,13 +267,13 @@ class Continuations:
             opened=self._chat.opened(prompt.text),
             reasoning=reasoning_of(message),
             thought=self._chat.thought(ids),
-            ids=array("i", (*prompt.ids, *ids)),
-            prompt=len(prompt.ids),
+            before=before,
+            added=array("i", (*rest, *ids)),
+            prompt=len(rest),
+            said=said.whole,
             tools=prompt.tools,
         )
-        answer = {"role": "assistant", **message}
-        said = prompt.conversation.copy().add(answer)
-        memory.turns.setdefault(said.whole, []).append(turn)
+        memory.turns.setdefault(turn.said, []).append(turn)
         memory.but_system.add(said.but_system)
         memory.answers.add(Conversation().add(answer).whole)
         for digest in (*prompt.said, Conversation().add(answer).whole):
