@@ -19,7 +19,7 @@ import numpy as np
 from figures import Figure, choose_size
 
 from lightning_trainer import registry
-from lightning_trainer.report.log.history import History
+from lightning_trainer.report.history import History
 from lightning_trainer.report.teams.cliffs import from_best
 from lightning_trainer.rl.scores import BY_TASK
 

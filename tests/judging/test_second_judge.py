@@ -18,7 +18,7 @@ from lightning_trainer.kits.judging.judge import GroupJudge
 from lightning_trainer.kits.judging.options import JudgeOptions, read_options
 from lightning_trainer.kits.judging.second import SecondJudge, SecondJudgeKind, agreement
 from lightning_trainer.report.alarms import active_alarms
-from lightning_trainer.report.log.history import History
+from lightning_trainer.report.history import History
 from lightning_trainer.report.progress import Silent
 from support.training.judged import options, rolled
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_trainer.report.alarms import active_alarms
-from lightning_trainer.report.log.history import History
+from lightning_trainer.report.history import History
 
 STEPS = 20
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lightning_trainer.report.alarms import active_alarms
-from lightning_trainer.report.log.history import History
+from lightning_trainer.report.history import History
 from lightning_trainer.report.log.lines import PROMPTS
 from lightning_trainer.report.teams.cliffs import (
     best_step_of,

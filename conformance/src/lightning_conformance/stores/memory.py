@@ -17,11 +17,9 @@ from lightning_spans.schema.attempts import (
     UNCOUNTED,
     UNCOUNTED_MOST,
     AttemptRecord,
-    AttemptState,
     AttemptStatus,
     End,
     Rollout,
-    RolloutState,
     RolloutStatus,
 )
 from lightning_spans.schema.calls import Call
@@ -29,6 +27,7 @@ from lightning_spans.schema.rewards import Reward, as_reward
 from lightning_spans.schema.spans import Span
 from lightning_spans.store.deployments import Assignment, Deployment, copy_id
 from lightning_spans.store.protocol import ANY, PAGE, DeleteFilter, Ids, Page, Store, Where, check_rollouts, listing_of
+from lightning_spans.store.states import AttemptState, RolloutState
 
 R = TypeVar("R")
 

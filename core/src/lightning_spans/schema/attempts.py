@@ -142,42 +142,6 @@ class AttemptRecord:
     failures: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutState:
-    """The state of a rollout without its task, which may be large: for those who wait for many rollouts.
-
-    Attributes:
-        rollout_id: its id.
-        group_id: its group.
-        status: its current status.
-    """
-
-    rollout_id: str
-    group_id: str
-    status: RolloutStatus
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptState:
-    """The state of an attempt without its rollout.
-
-    Attributes:
-        attempt_id: its id.
-        rollout_id: the rollout that it tries.
-        worker: the worker that claimed it.
-        status: its current status.
-        started_ns: Unix time in nanoseconds.
-        error: why it failed; None otherwise.
-    """
-
-    attempt_id: str
-    rollout_id: str
-    worker: str
-    status: AttemptStatus
-    started_ns: int
-    error: str | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class End:
     """How an attempt ended, as its runner reports it.

@@ -7,19 +7,12 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from lightning_spans.errors import LightningError, RefusedError
-from lightning_spans.schema.attempts import (
-    AttemptRecord,
-    AttemptState,
-    AttemptStatus,
-    End,
-    Rollout,
-    RolloutState,
-    RolloutStatus,
-)
+from lightning_spans.schema.attempts import AttemptRecord, AttemptStatus, End, Rollout, RolloutStatus
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
 from lightning_spans.store.deployments import Assignment, Deployment
+from lightning_spans.store.states import AttemptState, RolloutState
 
 R = TypeVar("R")
 Ids = Sequence[str] | None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from lightning_trainer.report.alarms import Alarm, active_alarms
-from lightning_trainer.report.log.history import History
+from lightning_trainer.report.history import History
 from lightning_trainer.report.log.lines import HELD_OUT, Line, read
 from lightning_trainer.rl.scores import BY_TASK
 

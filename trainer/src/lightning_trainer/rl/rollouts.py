@@ -13,15 +13,14 @@ from lightning_spans.record.stalls import Wait, begin
 from lightning_spans.schema.attempts import (
     FAILED,
     AttemptRecord,
-    AttemptState,
     End,
     Rollout,
-    RolloutState,
     RolloutStatus,
 )
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.store import Store
 from lightning_spans.store.protocol import Where, whole_list
+from lightning_spans.store.states import AttemptState, RolloutState
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.choices import Timeouts
 from lightning_trainer.rl.account import UntrainedReason

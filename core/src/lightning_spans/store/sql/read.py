@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Select, String, Table, any_, bindparam, func, literal, select
 
-from lightning_spans.schema.attempts import AttemptRecord, AttemptState, Rollout, RolloutState
+from lightning_spans.schema.attempts import AttemptRecord, Rollout
 from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.json import dumps
 from lightning_spans.schema.rewards import Reward
@@ -31,6 +31,7 @@ from lightning_spans.store.sql.rows import (
     SPANS,
     Rows,
 )
+from lightning_spans.store.states import AttemptState, RolloutState
 
 R = TypeVar("R")
 _PAGE_BYTES: Final = 8 << 20  # approximate size of the texts in a page: records are of any size, pages are not

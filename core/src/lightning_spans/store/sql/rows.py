@@ -10,7 +10,7 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from sqlalchemy import Column, Table
 
-from lightning_spans.schema.attempts import AttemptRecord, AttemptState, Rollout, RolloutState
+from lightning_spans.schema.attempts import AttemptRecord, Rollout
 from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.json import JsonText, dumps, field_types, from_json, loads, to_json
 from lightning_spans.schema.replays import Replay
@@ -18,6 +18,7 @@ from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Json, Span
 from lightning_spans.store.deployments import Assignment, Deployment
 from lightning_spans.store.sql import schema
+from lightning_spans.store.states import AttemptState, RolloutState
 
 Values: TypeAlias = dict[str, Any]
 R = TypeVar("R")

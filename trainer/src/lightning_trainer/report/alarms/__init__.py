@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 
 from lightning_trainer import registry
 from lightning_trainer.reasons.continuation import OTHER
-from lightning_trainer.report.log.history import History, Points
+from lightning_trainer.report.history import History, Points
 
 logger = logging.getLogger(__name__)
 

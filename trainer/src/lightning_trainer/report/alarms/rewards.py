@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Final
 
 from lightning_trainer.report.alarms import WINDOW, Found, ends
-from lightning_trainer.report.log.history import History, Points
+from lightning_trainer.report.history import History, Points
 
 SOURCE: Final = "reward_source/"
 OF_OUTCOME: Final = frozenset({"run", "score", "emit_reward", "judge", "failed"})  # sources other than automatic rules

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Final
 
 from lightning_trainer.report.alarms import WINDOW, Found, has_learned
-from lightning_trainer.report.log.history import History
+from lightning_trainer.report.history import History
 from lightning_trainer.report.log.lines import POLICY_OF
 from lightning_trainer.report.teams.cliffs import rewarded_names
 

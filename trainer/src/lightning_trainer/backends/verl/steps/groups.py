@@ -11,9 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from lightning_spans.errors import LightningError, RewardError
-from lightning_spans.schema.attempts import AttemptState, Rollout, RolloutState
+from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import Store
 from lightning_spans.store.protocol import Where, whole_list
+from lightning_spans.store.states import AttemptState, RolloutState
 from lightning_trainer.choices import Timeouts
 from lightning_trainer.rl.rollouts import REWARD_ERROR, SLACK_S, Outcome, StalledError, outcomes
 
