@@ -109,13 +109,13 @@ def estimate_difference(
     this, other = np.asarray(this_N, dtype=np.float64), np.asarray(other_N, dtype=np.float64)
     lowest, highest, known = reward_bounds([*this_N, *other_N], declared)
     width, values = highest - lowest, this - other
-    loss = max(_level_where_earned(other - lowest, width), _level_where_earned(highest - this, width))
-    gain = max(_level_where_earned(this - lowest, width), _level_where_earned(highest - other, width))
+    loss = max(_earned_level(other - lowest, width), _earned_level(highest - this, width))
+    gain = max(_earned_level(this - lowest, width), _earned_level(highest - other, width))
     reach = RewardBounds(min(-loss, float(values.min())), max(gain, float(values.max())), known)
     return _estimate(values, reach, TAIL / comparisons)
 
 
-def _level_where_earned(levels: np.ndarray, width: float) -> float:
+def _earned_level(levels: np.ndarray, width: float) -> float:
     """Return the mean level, weighted by the level itself, over all tasks and one more at the full width.
 
     A side that loses reward loses it where there is some: on the tasks that the other side solves, not on the average
