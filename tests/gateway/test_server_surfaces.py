@@ -520,11 +520,11 @@ def test_odd_bodies_are_refused_on_every_surface_and_never_a_500(server, attempt
 
 @pytest.mark.parametrize("size", [50, 400, 4000])
 def test_an_attempt_can_not_push_the_responses_of_another_out(size):
-    kept = Conversations(most_bytes=1000)
+    kept = Conversations(most_bytes=4000)
     kept.keep("resp_old", "small", [{"role": "user", "content": "x" * 50}])
     for number in range(100):
-        kept.keep(f"resp_{number}", "large", [{"role": "user", "content": "x" * size}])
-        assert kept._size <= 1000
+        kept.keep(f"resp_{number}", "large", [{"role": "user", "content": f"{number:02}" * (size // 2)}])
+        assert kept._size <= 4000
     kept.keep("resp_new", "small", [{"role": "user", "content": "x" * 50}])
     assert all(kept.before(response_id, "small") for response_id in ("resp_old", "resp_new"))
 
@@ -562,8 +562,8 @@ def test_messages_that_responses_have_in_common_are_kept_once():
 
 
 def test_a_response_that_was_dropped_for_other_attempts_is_the_servers_failure():
-    kept = Conversations(most_bytes=10_000)
-    for number in range(30):
+    kept = Conversations(most_bytes=5000)
+    for number in range(6):
         kept.keep(f"resp_{number}", f"attempt {number}", [{"role": "user", "content": "x" * 500}], [])
     references = [{"type": "item_reference", "id": "msg_0_0"}]
     for ask in (lambda: kept.before("resp_0", "attempt 0"), lambda: kept.resolve(references, "attempt 0")):
@@ -571,7 +571,7 @@ def test_a_response_that_was_dropped_for_other_attempts_is_the_servers_failure()
             ask()
         assert (refused.value.status, refused.value.headers) == (503, {"x-should-retry": "false"})
     with pytest.raises(Refusal, match="is not known here") as unknown:
-        kept.before("resp_99", "attempt 0")
+        kept.before("resp_9", "attempt 0")
     assert unknown.value.status == 400
 
 

@@ -147,7 +147,8 @@ class Conversations:
     ) -> None:
         """Keep the messages up to a response, and its items.
 
-        If there is no room, the oldest responses of whoever holds the most are dropped: no owner pays for another's.
+        If there is no room, the oldest responses of those who have more than a quarter of it are dropped, then of those
+        who kept nothing for longest.
         """
         owned = self._owned.setdefault(owner, _OwnerMemory())
         self._owned.move_to_end(owner)
@@ -155,19 +156,20 @@ class Conversations:
         owned.add(response_id, map(dumps, messages), dumps(list(items)))
         self._size += owned.size
         while self._size > self._most_bytes and (len(self._owned) > 1 or len(owned.responses) > 1):
-            self._drop_oldest(owner)
+            self._drop_oldest()
 
-    def _drop_oldest(self, keeping: str | None) -> None:
-        # Of equal ones, the one that kept nothing for longest.
-        owner, owned = max(self._owned.items(), key=lambda pair: pair[1].size)
-        is_hoarding = owned.size > self._most_bytes / 4
+    def _drop_oldest(self) -> None:
+        owner, owned = max(self._owned.items(), key=lambda each: each[1].size)
+        is_large = owned.size > self._most_bytes // 4
+        if not is_large:
+            owner, owned = next(iter(self._owned.items()))
         response_id = next(iter(owned.responses))
         self._size -= owned.size
         owned.drop(response_id)
         self._size += owned.size
         if not owned.responses:
             del self._owned[owner]
-        if owner != keeping and not is_hoarding:
+        if not is_large:
             self._dropped[owner, response_id] = None
         while len(self._dropped) > _DROPPED_KEPT:
             self._dropped.popitem(last=False)
