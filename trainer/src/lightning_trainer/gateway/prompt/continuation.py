@@ -16,9 +16,8 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Final
 
 from lightning_spans.schema.json import dumps
@@ -85,11 +84,22 @@ class _Turn:
     @property
     def ids(self) -> array[int]:
         """Prompt and answer."""
-        parts, turn = [self.added], self.before
+        whole = array("i")
+        for turn in reversed(list(self._calls())):
+            whole.extend(turn.added)
+        return whole
+
+    @property
+    def count(self) -> int:
+        """How many tokens prompt and answer have."""
+        return sum(len(turn.added) for turn in self._calls())
+
+    def _calls(self) -> Iterator[_Turn]:
+        """Yield this call, the one that it continues, and so on."""
+        turn: _Turn | None = self
         while turn is not None:
-            parts.append(turn.added)
+            yield turn
             turn = turn.before
-        return array("i", chain.from_iterable(reversed(parts)))
 
 
 @dataclass(slots=True)
@@ -259,7 +269,7 @@ class Continuations:
         before = prompt.continues
         if before is not None and before not in memory.turns.get(before.said, ()):
             before = None  # the attempt's calls were dropped since the prompt was made
-        rest = prompt.ids if before is None else prompt.ids[len(before.ids) :]
+        rest = prompt.ids if before is None else prompt.ids[before.count :]
         turn = _Turn(
             rendered=len(prompt.text),
             digest=_digest(prompt.text),
