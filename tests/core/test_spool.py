@@ -9,8 +9,9 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,26 @@ def test_what_comes_after_waits_behind_what_waits(sink: BatchSink, receivers: Re
     sink.put(make(300), to("http://x"))
     assert sink.flush(60)
     assert receivers.at("http://x") == list(range(301))
+
+
+def test_new_spans_are_kept_while_a_long_backlog_is_delivered(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_spans.record.delivery.sink.REPLAY_S", 0.0)
+    got: list[int] = []
+    recorded = iter(range(20, 70))
+
+    def deliver(_: Destination, spans: Sequence[Span]) -> None:
+        for number in islice(recorded, 5):  # the program records while the server takes a batch
+            sink.put(make(number), to("http://x"))
+        got.extend(span.start_ns for span in spans)
+
+    sink = BatchSink(deliver, route=lambda _: [Destination("http://x")], spool=spool, queue_size=10)
+    for number in range(20):
+        spool.append("http://x", None, [make(number)])
+    sink.put(make(next(recorded)), to("http://x"))
+    assert sink.flush(60)
+    sink.close()
+    assert (sink.counts.dropped, spool.pending()) == (0, 0)
+    assert got == list(range(70))
 
 
 def test_what_waits_for_the_own_store_is_delivered_before_what_waits_for_others(

@@ -129,6 +129,7 @@ class Spool:
         *,
         ready: Callable[[str], bool] = lambda _: True,
         first: str | None = None,
+        interrupt: Callable[[], bool] = lambda: False,
     ) -> int:
         """Deliver waiting batches, each queue oldest first until one fails. Returns the number of batches delivered.
 
@@ -138,6 +139,7 @@ class Spool:
             send: takes URL, key and spans; returns True if the batch needs no further delivery.
             ready: whether a queue, as named by `line_of`, is worth a try.
             first: the queue served before all others, which may be slow to fail.
+            interrupt: whether to leave the rest for the next time; called after each batch.
         """
         if not self._list_waiting() and not self.journals():
             return 0
@@ -146,7 +148,7 @@ class Spool:
                 return 0
             for journal in self.journals():
                 self._adopt(journal)
-            return self._deliver(send, ready, first)
+            return self._deliver(send, ready, first, interrupt)
 
     def journals(self) -> list[Path]:
         """Return the journals of other processes, some of which may be running."""
@@ -182,6 +184,7 @@ class Spool:
         send: Callable[[str | None, str | None, Sequence[Span]], bool],
         ready: Callable[[str], bool],
         first: str | None,
+        interrupt: Callable[[], bool],
     ) -> int:
         count = 0
         stuck: set[str] = set()
@@ -199,6 +202,8 @@ class Spool:
                 count += 1
             else:
                 stuck.add(line)
+            if interrupt():
+                break
         return count
 
     @contextmanager

@@ -36,6 +36,7 @@ QUEUE_SIZE: Final = 16_384
 BATCH_SIZE: Final = 512
 LINGER_S: Final = 0.1  # seconds that a batch waits for more spans
 IDLE_S: Final = 0.5  # seconds that an idle thread waits for spans, or for spooled batches
+REPLAY_S: Final = 1.0  # seconds after which the delivery of spooled batches is interrupted for new spans
 RETRY_S: Final = (1.0, 2.0, 5.0, 15.0, 30.0)
 DETACH_S: Final = 2.0  # the same if the process continues without us
 
@@ -218,51 +219,57 @@ class BatchSink:
 
     def _run(self) -> None:
         own = self._thread
+        more = False
         while not self._abandoned:
-            self._wake.wait(LINGER_S if self._queue else IDLE_S)
+            if not more:
+                self._wake.wait(LINGER_S if self._queue else IDLE_S)
             self._wake.clear()
             closing = self._closing
             looks = self._looks
-            self._work(own, closing=closing)
+            more = self._work(own, closing=closing)
             if own is not self._thread:  # gevent keeps the parent's threads in a forked child, where they cannot end
                 threading.Event().wait()
             with self._done:
-                self._looked = looks
+                if not more:
+                    self._looked = looks
                 self._done.notify_all()
-            if closing and not self._queue:
+            if closing and not (self._queue or more):
                 break
         try:
             self._finish()
         except Exception:
             logger.exception("lightning: the sender of spans did not close")
 
-    def _work(self, own: threading.Thread, *, closing: bool) -> None:
-        """Deliver what is waiting here, then what is spooled; keep what can neither be sent nor spooled."""
-        if not (self._current or self._queue):
-            self._replay()
+    def _work(self, own: threading.Thread, *, closing: bool) -> bool:
+        """Deliver what is waiting here, then what is spooled; keep what can neither be sent nor spooled.
+
+        Returns whether more of what is spooled can be delivered at once.
+        """
+        more = not (self._current or self._queue) and self._replay()
         while self._current or self._queue:
             try:
                 if not self._current:
                     self._take()
                 while self._current and not self._abandoned:
                     if not self._settle(*self._current[0], closing=closing):
-                        return  # the queue fills in the meantime; what does not fit is dropped and counted
+                        return False  # the queue fills in the meantime; what does not fit is dropped and counted
                     if own is not self._thread:
-                        return
+                        return False
                     self._current.popleft()
             except Exception:
                 self.counts.dropped += self._taken
                 self._current.clear()
                 logger.exception("lightning: %d spans are dropped", self._taken)
             if self._abandoned:
-                return
-            self._replay()
+                return False
             with self._lock:
                 self._journal.settle(all_of_them=not self._queue)
             with self._done:
                 self._finished += self._taken
                 self._taken = 0
                 self._done.notify_all()
+            more = self._replay()
+        return more
 
     def _take(self) -> None:
         """Begin a batch."""
@@ -334,7 +341,19 @@ class BatchSink:
             self._trying = None
         return True
 
-    def _replay(self) -> None:
+    def _replay(self) -> bool:
+        """Deliver what is spooled until new spans fill a batch, or for `REPLAY_S`; True if more may be left."""
+        until = time.monotonic() + REPLAY_S
+        interrupted = False
+
+        def interrupt() -> bool:
+            nonlocal interrupted
+            interrupted = self._abandoned or len(self._queue) >= BATCH_SIZE or time.monotonic() >= until
+            return interrupted
+
+        def ready(line: str) -> bool:
+            return time.monotonic() >= self._lines[line].retry_at
+
         def send(url: str | None, key: str | None, spans: Sequence[Span]) -> bool:
             own = self._own if url == self._own.url else None
             destination = own if own is not None and key == OWN_KEY else Destination(url, key)
@@ -350,9 +369,10 @@ class BatchSink:
 
         first = line_of(self._own.url, self._own.written_key)
         try:
-            self._spool.replay(send, ready=lambda line: time.monotonic() >= self._lines[line].retry_at, first=first)
+            self._spool.replay(send, ready=ready, first=first, interrupt=interrupt)
         except OSError as error:  # what is waiting there continues to wait
             self._warn(f"the spool {self._spool.folder} can't be read: {error}")
+        return interrupted
 
     def _abandon(self) -> None:
         """Spool what is left at the end, because a destination does not respond. A span sent twice is stored once."""
