@@ -130,6 +130,23 @@ def test_new_spans_are_kept_while_a_long_backlog_is_delivered(spool: Spool, monk
     assert got == list(range(70))
 
 
+def test_a_full_spool_keeps_no_more_until_something_is_delivered(tmp_path: Path) -> None:
+    size = len(Spool(tmp_path).body("http://x", None, [make(0)]))
+    spool = Spool(tmp_path / "spool", max_bytes=2 * size)
+    assert [spool.append("http://x", None, [make(number)]) for number in range(3)] == [1, 1, 0]
+    assert _numbers(spool) == [0, 1]
+    assert spool.append("http://x", None, [make(4)]) == 1
+
+
+def test_a_batch_is_added_without_a_look_at_all_that_wait(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    spool.append("http://x", None, [make(0)])
+    with monkeypatch.context() as blind:
+        for name in ("listdir", "scandir"):
+            blind.setattr(spool_module.os, name, lambda *_: pytest.fail("it lists the folder"))
+        assert spool.append("http://x", None, [make(1)]) == 1
+    assert _numbers(spool) == [0, 1]
+
+
 def test_what_waits_for_the_own_store_is_delivered_before_what_waits_for_others(
     receivers: Receivers, spool: Spool
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import logging
+import math
 import os
 import sys
 import threading
@@ -34,6 +35,7 @@ OWN_KEY: Final = "$own"
 """Written instead of the key of the process's own server: the next process has its own."""
 JOURNAL: Final = ".journal"  # suffix of a file that a running process writes to
 _TELL_EVERY_S: Final = 60.0
+_COUNT_EVERY_S: Final = 60.0
 _BATCH_SIZE: Final = 512
 mine: Final[set[Path]] = set()  # journals of this process: opening one again here would lose its lock
 _in_this_process: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
@@ -66,7 +68,8 @@ class Spool:
     Args:
         folder: created when first needed, accessible only to its owner: files contain what the agent saw, and attempt
             keys.
-        max_bytes: most bytes to keep; anything beyond is not kept.
+        max_bytes: most bytes to keep; anything beyond is not kept. What other processes write and deliver is counted
+            once a minute.
     """
 
     def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES) -> None:
@@ -74,6 +77,8 @@ class Spool:
         self._max_bytes = max_bytes
         self._last = 0
         self._told_at = -_TELL_EVERY_S
+        self._bytes = 0
+        self._counted_at = -math.inf
 
     def append(self, url: str | None, key: str | None, spans: Sequence[Span]) -> int:
         """Add a batch. Returns the number of spans kept: all, or 0 if the spool is full or the disk fails."""
@@ -87,6 +92,7 @@ class Spool:
             half = self.folder / f"{self._next():020d}-{line_of(url, key)}-{uuid.uuid4().hex[:8]}.half"
             _write(half, body)
             half.rename(half.with_suffix(".spans"))
+            self._bytes += len(body)
             _sync(self.folder)
         except OSError as error:
             self.tell(f"can't spool to {self.folder}: {error}")
@@ -116,7 +122,7 @@ class Spool:
     def waits(self, url: str | None, key: str | None) -> bool:
         """Whether a batch for this destination is waiting, so that a newer one must wait too."""
         line = line_of(url, key)
-        return any(_line(path) in (line, None) for path in self._list_waiting())
+        return any(name.endswith(".spans") and _line(name) in (line, None) for name in self._names())
 
     def describe(self) -> str:
         """Describe what is waiting for which destination."""
@@ -141,7 +147,7 @@ class Spool:
             first: the queue served before all others, which may be slow to fail.
             interrupt: whether to leave the rest for the next time; called after each batch.
         """
-        if not self._list_waiting() and not self.journals():
+        if not any(name.endswith(".spans") for name in self._names()) and not self.journals():
             return 0
         with self._alone() as alone:
             if not alone:
@@ -152,7 +158,8 @@ class Spool:
 
     def journals(self) -> list[Path]:
         """Return the journals of other processes, some of which may be running."""
-        return [path for path in self._files() if path.suffix == JOURNAL and path not in mine]
+        journals = (self.folder / name for name in self._names() if name.endswith(JOURNAL))
+        return sorted(path for path in journals if path not in mine)
 
     def _adopt(self, journal: Path) -> None:
         """Spool what an ended process recorded but did not deliver."""
@@ -188,8 +195,8 @@ class Spool:
     ) -> int:
         count = 0
         stuck: set[str] = set()
-        for path in sorted(self._list_waiting(), key=lambda path: _line(path) != first):
-            named = _line(path)
+        for path in sorted(self._list_waiting(), key=lambda path: _line(path.name) != first):
+            named = _line(path.name)
             if named is not None and (named in stuck or not ready(named)):
                 continue
             batch = _read(path)
@@ -198,7 +205,9 @@ class Spool:
             url, key, spans = batch
             line = line_of(url, key)
             if line not in stuck and send(url, key, spans):
+                size = path.stat().st_size
                 path.unlink()
+                self._bytes -= size
                 count += 1
             else:
                 stuck.add(line)
@@ -222,14 +231,16 @@ class Spool:
         finally:
             mine.release()
 
-    def _files(self) -> list[Path]:
+    def _names(self) -> list[str]:
+        """List the folder, in no order and without paths: it may hold very many files, and is looked at often."""
         try:
-            return sorted(self.folder.iterdir())
+            with os.scandir(self.folder) as entries:
+                return [entry.name for entry in entries]
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def _list_waiting(self) -> list[Path]:
-        found = self._files()
+        found = [self.folder / name for name in sorted(self._names()) if name.endswith((".spans", ".half"))]
         for path in found:
             if path.suffix == ".half":
                 with suppress(OSError):  # another process has finished or removed it
@@ -245,12 +256,16 @@ class Spool:
         return self._last
 
     def _size(self) -> int:
-        size = 0
-        with suppress(FileNotFoundError):
-            for path in self.folder.iterdir():
+        if time.monotonic() - self._counted_at >= _COUNT_EVERY_S:
+            self._bytes = sum(self._sizes())
+            self._counted_at = time.monotonic()
+        return self._bytes
+
+    def _sizes(self) -> Iterator[int]:
+        with suppress(FileNotFoundError), os.scandir(self.folder) as entries:
+            for entry in entries:
                 with suppress(FileNotFoundError):  # it has been delivered
-                    size += path.stat().st_size
-        return size
+                    yield entry.stat().st_size
 
     def tell(self, what: str) -> None:
         """Log a failure, once a minute."""
@@ -272,9 +287,9 @@ def _number(path: Path) -> str:
     return number if number.isdigit() else ""
 
 
-def _line(path: Path) -> str | None:
+def _line(name: str) -> str | None:
     """Read the queue from a file's name; None if the name does not contain it."""
-    parts = path.stem.split("-")
+    parts = name.partition(".")[0].split("-")
     return parts[1] if len(parts) == 3 else None
 
 
