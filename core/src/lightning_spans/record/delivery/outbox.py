@@ -34,6 +34,7 @@ STALE_S: Final = 600.0  # a half-written batch of this age belongs to a process 
 OWN_KEY: Final = "$own"
 """Written instead of the key of the process's own server: the next process has its own."""
 JOURNAL: Final = ".journal"  # suffix of a file that a running process writes to
+_WAITING: Final = (".spans", ".half")  # a batch, and one whose writing process may have ended before it renamed it
 _TELL_EVERY_S: Final = 60.0
 _COUNT_EVERY_S: Final = 60.0
 _BATCH_SIZE: Final = 512
@@ -122,7 +123,7 @@ class Spool:
     def waits(self, url: str | None, key: str | None) -> bool:
         """Whether a batch for this destination is waiting, so that a newer one must wait too."""
         line = line_of(url, key)
-        return any(name.endswith(".spans") and _line(name) in (line, None) for name in self._names())
+        return any(name.endswith(_WAITING) and _line(name) in (line, None) for name in self._names())
 
     def describe(self) -> str:
         """Describe what is waiting for which destination."""
@@ -147,7 +148,7 @@ class Spool:
             first: the queue served before all others, which may be slow to fail.
             interrupt: whether to leave the rest for the next time; called after each batch.
         """
-        if not any(name.endswith(".spans") for name in self._names()) and not self.journals():
+        if not any(name.endswith(_WAITING) for name in self._names()) and not self.journals():
             return 0
         with self._alone() as alone:
             if not alone:
@@ -240,7 +241,7 @@ class Spool:
             return []
 
     def _list_waiting(self) -> list[Path]:
-        found = [self.folder / name for name in sorted(self._names()) if name.endswith((".spans", ".half"))]
+        found = [self.folder / name for name in sorted(self._names()) if name.endswith(_WAITING)]
         for path in found:
             if path.suffix == ".half":
                 with suppress(OSError):  # another process has finished or removed it
