@@ -11,6 +11,8 @@ import socket
 import sqlite3
 import stat
 import statistics
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from queue import Queue
@@ -942,5 +944,31 @@ def test_a_run_is_viewed_from_a_process_of_its_own_once_it_has_begun(run: Path, 
         (row,) = httpx.get(page.replace("/view/", "/api/view/runs"), headers=headers).json()
         assert row["steps"] == 2
     assert told.notes.empty()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(page)
+
+
+def test_the_viewer_of_a_killed_run_ends_too(run: Path) -> None:
+    program = """
+import sys, threading
+from pathlib import Path
+from lightning_trainer.cli.training.viewed import ViewerProgress
+from lightning_trainer.report.progress import Silent
+class Told(Silent):
+    def note(self, text):
+        print(text, flush=True)
+with ViewerProgress(Told(), Path(sys.argv[1])) as progress:
+    progress.begin(0, 2)
+    threading.Event().wait()
+"""
+    pipe = subprocess.PIPE
+    trainer = subprocess.Popen([sys.executable, "-c", program, str(run)], stdout=pipe, stderr=pipe, text=True)
+    assert trainer.stdout is not None
+    assert trainer.stderr is not None
+    page = trainer.stdout.readline().strip().removeprefix("look at it: ").partition("#key=")[0]
+    assert httpx.get(page).status_code == 200
+    trainer.kill()
+    trainer.wait()
+    trainer.stderr.read()  # to its end: the viewer writes there too
     with pytest.raises(httpx.ConnectError):
         httpx.get(page)

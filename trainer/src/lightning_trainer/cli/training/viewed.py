@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.engines.vllm import supervised
 from lightning_trainer.report.metrics import LOG_NAME
 from lightning_trainer.report.progress import Progress
 
@@ -50,7 +51,8 @@ class ViewerProgress(Progress):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._viewer is not None:
-            self._viewer.terminate()
+            if self._viewer.stdin is not None:
+                self._viewer.stdin.close()
             self._viewer.wait()
 
     def _look(self) -> None:
@@ -61,8 +63,10 @@ class ViewerProgress(Progress):
         found = next((folder for folder in folders if (folder / LOG_NAME).is_file()), None)
         if found is None:
             return
+        command = [sys.executable, "-m", "lightning_trainer.cli", "view", str(found), "--trust", "--no-open"]
         self._viewer = subprocess.Popen(  # noqa: S603 - our own command
-            [sys.executable, "-m", "lightning_trainer.cli", "view", str(found), "--trust", "--no-open"],
+            [sys.executable, supervised.__file__, *command],
+            stdin=subprocess.PIPE,  # the viewer ends when it is closed, also if this process is killed
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,  # Ctrl-C is for the run, which saves first
