@@ -16,6 +16,8 @@ from lightning_conformance.stores.samples import ANY, a_rollout, a_span, an_id
 from lightning_spans.errors import LeaseLostError, RefusedError
 from lightning_spans.schema.attempts import AttemptRecord, Rollout, RolloutStatus
 from lightning_spans.store import Store
+from lightning_spans.store.protocol import Where
+from lightning_spans.store.states import AttemptState, RolloutState
 
 SHORT_S = 0.02  # a lease that expires while a test sleeps
 
@@ -171,6 +173,16 @@ class QueuePromises:
         assert status_of(store, rollout) == "failed"
         attempt = outlive_lease(store, a_rollout())
         assert store.attempts(attempt_ids=[attempt.attempt_id])[0].status == "lost"
+
+    @pytest.mark.parametrize(("kind", "status"), [(RolloutState, "failed"), (AttemptState, "lost")])
+    def test_a_dead_worker_is_noticed_by_whoever_looks_at_states(
+        self, store: Store, kind: type[RolloutState | AttemptState], status: str
+    ) -> None:
+        """If it fails: settle leases before reading states of rollouts or attempts, as for these themselves."""
+        rollout = a_rollout(max_attempts=1)
+        outlive_lease(store, rollout)
+        found = store.page(kind, Where(rollout_ids=[rollout.rollout_id])).records
+        assert [state.status for state in found] == [status]
 
     def test_a_heartbeat_keeps_the_lease(self, store: Store) -> None:
         """If it fails: a heartbeat sets the end of the lease to now plus lease_s."""

@@ -25,6 +25,7 @@ from lightning_spans.store.sql.lease import LeaseClock
 from lightning_spans.store.sql.opening import open_database
 from lightning_spans.store.sql.read import read_page
 from lightning_spans.store.sql.writer import Writer
+from lightning_spans.store.states import AttemptState, RolloutState
 
 _DELETED_AT_ONCE: Final = 50  # rollouts in one transaction; others write in between
 
@@ -122,7 +123,7 @@ class SqlStore(Store):
     ) -> Page[R]:
         """Read some records, of one moment; see `Store.page`."""
         listing_of(kind, where)
-        if kind in (Rollout, AttemptRecord):
+        if kind in (Rollout, AttemptRecord, RolloutState, AttemptState):
             self._settle()
         return self._read(
             lambda connection: read_page(connection, kind, where, after, limit, newest_first=newest_first)
