@@ -86,6 +86,15 @@ def test_a_reward_in_none_of_a_runners_attempts_is_an_error_and_not_lost_in_sile
     assert "outside an attempt" in str(refused)
 
 
+def test_a_reward_from_a_spawned_process_of_a_worker_is_an_error_and_not_lost_in_silence(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("LIGHTNING_WORKER", "a worker")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        refused = pool.submit(emit_reward, 0.5).exception()
+    assert isinstance(refused, RewardError)
+
+
 def test_a_program_that_nobody_measures_goes_on_after_a_reward_and_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

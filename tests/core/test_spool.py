@@ -509,3 +509,18 @@ def test_two_processes_killed_and_restarted_while_the_server_comes_and_goes(tmp_
             assert found == sorted(found)
             assert set(range(safe[trace])) <= set(found)
             assert len(found) == len(set(found))
+
+
+def test_a_half_written_batch_of_another_process_holds_up_nothing(spool: Spool) -> None:
+    spool.folder.mkdir(parents=True, exist_ok=True)
+    (spool.folder / f"1-{line_of('http://a', 'k')}-b.half").touch()
+    assert not spool.waits("http://a", "k")
+
+
+def test_a_spool_that_another_process_has_emptied_is_not_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_spans.record.delivery.outbox._RECOUNT_S", 0.0)
+    one, other = (Spool(tmp_path / "shared", max_bytes=2000) for _ in range(2))
+    while one.append("http://a", "k", [make(1)]):
+        pass
+    assert other.replay(lambda *_: True) > 0
+    assert one.append("http://a", "k", [make(1)]) == 1

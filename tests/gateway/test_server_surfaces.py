@@ -575,6 +575,27 @@ def test_a_response_that_was_dropped_for_other_attempts_is_the_servers_failure()
     assert unknown.value.status == 400
 
 
+def test_a_conversation_that_does_not_fit_next_to_others_is_the_servers_failure():
+    kept = Conversations(most_bytes=10_000)
+    for number in range(4):
+        kept.keep(f"resp_{number}", f"attempt {number}", [{"role": "user", "content": "x" * 1500}], [])
+    messages = [{"role": "user", "content": f"{number}" * 1500} for number in range(3)]
+    for count in (1, 2, 3):
+        kept.keep(f"resp_long_{count}", "long", messages[:count], [])
+    with pytest.raises(Refusal, match="Run fewer attempts at once") as refused:
+        kept.before("resp_long_3", "long")
+    assert refused.value.status == 503
+
+
+def test_the_messages_of_an_ended_attempt_refer_to_each_other_no_more():
+    kept = Conversations()
+    for count in (1, 2, 3):
+        kept.keep(f"resp_{count}", "attempt", [{"role": "user", "content": f"{n}"} for n in range(count)], [])
+    start = kept._owned["attempt"].start
+    kept.forget("attempt")
+    assert not start.after  # otherwise they would wait for a collection of cycles, which is rare in the server
+
+
 def test_an_attempt_that_needs_the_memory_itself_loses_its_oldest_responses():
     kept = Conversations(most_bytes=2000)
     for number in range(3):

@@ -63,6 +63,19 @@ def test_rounds_are_bounded_and_what_still_teaches_nothing_is_left_out() -> None
     assert count_compared(batch) == (4, 3)
 
 
+def test_a_group_that_is_flat_once_another_is_replaced_is_counted() -> None:
+    """A crash earns the lowest reward of the batch: -1 at first, and 0 without the second group."""
+
+    class Lowest(Rolling):
+        def judge(self, outcomes: Sequence[Outcome]) -> Batch:
+            return GRPO.batch(options_of(failed="lowest"), outcomes, self.traces)
+
+    world = Lowest()
+    first = world.groups((None, 0.0), (-1.0, -1.0))
+    batch, _ = with_contrast(first, 1, world.judge, lambda *_: world.groups((1.0, 0.0)))
+    assert count_compared(batch) == (3, 2)
+
+
 def test_where_no_group_teaches_anything_the_first_ones_stay() -> None:
     world = Rolling()
     first = world.groups((1.0, 1.0), (0.0, 0.0))

@@ -69,7 +69,7 @@ def with_contrast(
         final,
         account=final.account.plus_dropped(UntrainedReason.RESAMPLED, seen - final.account.seen),
         automatic=tuple(automatic.values()),
-        flat_groups=flat,
+        flat_groups=flat | final.flat_groups,  # a crash earns the lowest reward of the batch, which is another one now
         replaced_groups=compared - final.compared_groups,
     )
     return whole, rolled

@@ -37,6 +37,7 @@ JOURNAL: Final = ".journal"  # suffix of a file that a running process writes to
 _WAITING: Final = (".spans", ".half")  # a batch, and one whose writing process may have ended before it renamed it
 _TELL_EVERY_S: Final = 60.0
 _COUNT_EVERY_S: Final = 60.0
+_RECOUNT_S: Final = 1.0  # the same before a batch is refused: others may have delivered theirs
 _BATCH_SIZE: Final = 512
 mine: Final[set[Path]] = set()  # journals of this process: opening one again here would lose its lock
 _in_this_process: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
@@ -86,7 +87,8 @@ class Spool:
         body = self.body(url, key, spans)
         half = None
         try:
-            if self._size() + len(body) > self._max_bytes:
+            room = self._max_bytes - len(body)
+            if self._size() > room and self._size(within_s=_RECOUNT_S) > room:
                 self.tell(f"the spool {self.folder} is full ({self._max_bytes} bytes)")
                 return 0
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -123,7 +125,7 @@ class Spool:
     def waits(self, url: str | None, key: str | None) -> bool:
         """Whether a batch for this destination is waiting, so that a newer one must wait too."""
         line = line_of(url, key)
-        return any(name.endswith(_WAITING) and _line(name) in (line, None) for name in self._names())
+        return any(name.endswith(".spans") and _line(name) in (line, None) for name in self._names())
 
     def describe(self) -> str:
         """Describe what is waiting for which destination."""
@@ -256,8 +258,9 @@ class Spool:
         self._last = max(time.time_ns(), self._last + 1)
         return self._last
 
-    def _size(self) -> int:
-        if time.monotonic() - self._counted_at >= _COUNT_EVERY_S:
+    def _size(self, within_s: float = _COUNT_EVERY_S) -> int:
+        """Return the bytes in the folder, by a count that is at most so many seconds old and what this process did."""
+        if time.monotonic() - self._counted_at >= within_s:
             self._bytes = sum(self._sizes())
             self._counted_at = time.monotonic()
         return self._bytes

@@ -79,7 +79,7 @@ def emit_reward(value: float, *, agent: str | None = None) -> None:
         raise RewardError("an agent's own key can't give rewards: print the reward as the command's last line instead.")
     if pipeline is not None and attempt is not None:
         pipeline.delivery.add_rewards([_given_now(attempt, number, agent)])
-    elif _Process.collecting:
+    elif _Process.collecting or os.environ.get("LIGHTNING_WORKER"):  # which a worker's processes inherit
         raise RewardError("emit_reward() was called outside an attempt: use it inside run(), or inside use_attempt().")
     elif not _Process.has_warned:
         _Process.has_warned = True

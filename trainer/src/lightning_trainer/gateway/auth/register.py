@@ -210,6 +210,8 @@ def _give_to_owner_of(path: Path, file: int) -> None:
         if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
             os.fchown(file, old.st_uid, old.st_gid)
     except PermissionError:
+        if old.st_uid == new.st_uid:  # only the group differs: then the new one gets nothing
+            return
         raise ConfigError(
             f"{path} belongs to the user {old.st_uid}, and so must its next version. Run the command as that user."
         ) from None

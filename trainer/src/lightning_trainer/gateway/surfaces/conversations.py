@@ -169,7 +169,7 @@ class Conversations:
         self._size += owned.size
         if not owned.responses:
             del self._owned[owner]
-        if not is_large:
+        if not is_large or (not owned.responses and self._owned):  # not even its last one fits next to the others
             self._dropped[owner, response_id] = None
         while len(self._dropped) > _DROPPED_KEPT:
             self._dropped.popitem(last=False)
@@ -178,3 +178,5 @@ class Conversations:
         """Drop an attempt's messages; it has ended."""
         if (owned := self._owned.pop(owner, None)) is not None:
             self._size -= owned.size
+            for response_id in list(owned.responses):  # messages refer to each other: collecting them takes long
+                owned.drop(response_id)

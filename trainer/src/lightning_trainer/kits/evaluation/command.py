@@ -272,7 +272,10 @@ def _numbers(found: Estimate) -> tuple[str, str]:
 
 def _in_words(summary: Summary) -> str:
     k = summary.samples
+    drawn = summary.counted + summary.left_out + (summary.crashed if summary.failed_reward is None else 0)
     text = f"{amount(summary.tasks, 'task')}, {amount(k, 'sample')} of each"
+    if drawn > summary.tasks * k:  # some lines of the file are equal
+        text = f"{amount(summary.tasks, 'different task')}, {amount(drawn, 'sample')}"
     if k in summary.pass_at:
         text += f"; pass@{k} {summary.pass_at[k]:.3f}, pass^{k} {summary.pass_all[k]:.3f}"
     if k > 1 and 1 in summary.pass_at:

@@ -311,6 +311,11 @@ CHECKS: Final[tuple[Callable[[History], Found], ...]] = (
 )
 
 
+def series(history: History, kind: str, name: str) -> Points:
+    """Return (step, value) for every line of a kind in which this number is finite; for alarms of plugins."""
+    return history.series(kind, name)
+
+
 def ends(points: Points) -> tuple[float, float]:
     """Return the means of the first and the last `WINDOW` values."""
     first, last = points[:WINDOW], points[-WINDOW:]
