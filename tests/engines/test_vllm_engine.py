@@ -27,6 +27,7 @@ pytestmark = pytest.mark.torch
 from lightning_trainer import train
 from lightning_trainer.backends.torch.sampler import engine_name, engine_of
 from lightning_trainer.engines.contract import EngineRequest, HeldModel
+from lightning_trainer.engines.devices import gpu_totals
 from lightning_trainer.engines.vllm import folders, kind, process
 from lightning_trainer.engines.vllm.guard import KeyGuard
 from lightning_trainer.engines.vllm.kind import OwnServer, _given_options
@@ -438,6 +439,18 @@ def test_gpus_are_numbered_among_those_that_this_process_sees(tiny_model, device
     around = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     env = environment_of(around, found, gpus=request.chosen_gpus, cpu_cache=2)
     assert env["CUDA_VISIBLE_DEVICES"] == given
+
+
+@pytest.mark.parametrize(
+    ("visible", "sizes"), [(None, [1, 2, 3]), ("2,0", [3, 1]), ("GPU-8f1a", [1, 2, 3]), ("7", [1, 2, 3])]
+)
+def test_memory_is_that_of_the_gpus_that_this_process_sees(monkeypatch, visible, sizes):
+    asked = subprocess.CompletedProcess([], 0, "1\n2\n3\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: asked)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu_totals() == [size * 2**20 for size in sizes]
 
 
 def test_a_gpu_that_this_process_does_not_see_is_refused():

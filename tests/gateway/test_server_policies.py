@@ -64,6 +64,21 @@ def test_only_agents_that_may_learn_get_the_temperature_of_training(
     assert (call.sampling["temperature"], call.sampling["top_p"]) == sampled
 
 
+def test_what_an_engine_can_not_do_for_a_frozen_agent_is_left_out_and_recorded(tmp_path: Path) -> None:
+    engines = [scripted("base", 0), scripted("writer", 3)]
+    engines[0].abilities = frozenset()
+    routing = Routing(model="policy", policies=parse({"writer": "lora", "judge": "base"}), plain=True)
+    with served(tmp_path, engines, routing=routing) as running:  # type: ignore[arg-type]
+        headers = {"x-lightning-agent": "judge"}
+        with openai.OpenAI(base_url=f"{running.url}/v1", api_key=running.key("a"), max_retries=0) as client:
+            client.chat.completions.create(
+                model="x", messages=USER, presence_penalty=1.0, top_p=0.5, extra_headers=headers
+            )
+        (call,) = running.calls("a")
+    assert "presence_penalty" not in call.sampling
+    assert (call.sampling["presence_penalty_asked"], call.sampling["top_p"]) == (1.0, 0.5)
+
+
 def test_program_that_is_not_attached_may_ask_for_a_policy_by_name(server: Served) -> None:
     assert ask(server, None, model="team") == "team speaking"
 

@@ -107,7 +107,7 @@ def test_sft_on_exported_files_learns_only_from_the_chosen_tenant(tmp_path: Path
     store.close()
     run("export", str(both), "--format", "sft", "--store", url, "--mix-tenants")
     run("export", str(other), "--format", "sft", "--store", url, "--tenant", "globex")
-    own = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
+    own = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}], "origin": "docs"}
     both.write_text(f"{both.read_text()}{json.dumps(own)}\n")
     if loss == "dpo":
         for path in (both, other):

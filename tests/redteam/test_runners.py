@@ -170,8 +170,12 @@ def test_a_password_of_a_store_reaches_no_agent_and_no_record_however_it_is_writ
 
 
 @pytest.mark.parametrize(
-    "url", ["http://server:8800/a@1", "docker://registry:5000/image@sha256:0", "postgresql://me@db:5432/traces", "a@b"]
-)
+    "url",
+    [
+        "http://server:8800/a@1", "docker://registry:5000/image@sha256:0", "postgresql://me@db:5432/traces", "a@b",
+        "http://{HOST}:{PORT}/v1?user=me@corp", "http://host:$PORT/v1?user=me@corp",
+    ],
+)  # fmt: skip
 def test_an_address_without_a_password_is_recorded_as_it_is(url):
     assert without_passwords({"data": url, "store": url}) == {"data": url, "store": url}
 

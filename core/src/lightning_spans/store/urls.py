@@ -14,14 +14,15 @@ HIDDEN: Final = "***"
 def _password(ends: str) -> re.Pattern[str]:
     """Return an expression for a URL up to the end of its password: groups for ``scheme://`` and for the user.
 
-    A password may contain slashes. But digits followed by a slash are a port and a path, except in PostgreSQL's URLs:
-    there, SQLAlchemy takes everything before the ``@`` as user and password.
+    A password may contain slashes. But digits, or a placeholder, followed by a slash are a port and a path, except in
+    PostgreSQL's URLs: there, SQLAlchemy takes everything before the ``@`` as user and password.
 
     Args:
         ends: characters that end the URL, as in brackets of an expression.
     """
     user = rf"[^/@:\[{ends}]*"
-    before = rf"(postgres\w{{0,20}}(?:\+\w{{1,50}})?://|://(?!{user}:\d*/))({user})"
+    port = r"(?:\d*|\$?\{\w+\}|\$\w+)"  # also as a placeholder
+    before = rf"(postgres\w{{0,20}}(?:\+\w{{1,50}})?://|://(?!{user}:{port}/))({user})"
     return re.compile(rf"(?i){before}:(?:[^/{ends}]*|[^@{ends}]{{0,200}})@")
 
 

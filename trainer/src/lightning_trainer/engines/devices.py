@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,18 +35,30 @@ def are_planned() -> bool:
 
 
 def gpu_totals() -> list[int]:
-    """Return the bytes of each NVIDIA GPU. Asks the driver; if that fails, torch, if it is already imported."""
+    """Return the bytes of each NVIDIA GPU that this process sees.
+
+    Asks the driver; if that fails, torch, if it is already imported.
+    """
     if are_planned():
         return list(_PLANNED.get())
     try:
         command = _DEVICES.split()
         told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout  # noqa: S603 - ours
-        return [int(line) * 2**20 for line in told.split()]
+        return _visible([int(line) * 2**20 for line in told.split()])
     except (OSError, subprocess.SubprocessError, ValueError):
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_available():
             return []
         return [int(torch.cuda.mem_get_info(number)[1]) for number in range(torch.cuda.device_count())]
+
+
+def _visible(totals: list[int]) -> list[int]:
+    """Return those of all GPUs that this process sees, in its order; all of them if they are not named by numbers."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    numbers = [int(name) for name in names if name.strip().isdigit()]
+    if len(numbers) < len(names) or max(numbers) >= len(totals):
+        return totals
+    return [totals[number] for number in numbers]
 
 
 def gpu_total(device: str) -> int | None:

@@ -58,7 +58,7 @@ def command(
     local = model if tinker is None else None
     for finding in examine(model=local, store=store, server=server, key=read_key(key_file)):
         broken |= finding.state == "broken"
-        readable &= finding.what != "model" or finding.state == "ok"
+        readable &= finding.what not in ("model", "training") or finding.state == "ok"
         if as_json:
             print_json(finding.to_json())
             continue

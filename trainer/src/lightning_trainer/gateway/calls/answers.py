@@ -18,6 +18,7 @@ from lightning_trainer.gateway.engine import (
     Engine,
     SampledPiece,
     Sampling,
+    abilities,
     mark_ended,
     marks_steered,
     measure_wait,
@@ -25,7 +26,7 @@ from lightning_trainer.gateway.engine import (
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.prompt.continuation import Continuations, RenderedPrompt
 from lightning_trainer.gateway.prompt.template import ChatFormat
-from lightning_trainer.gateway.request.chat_request import ChatRequest, plainly, read_chat_request
+from lightning_trainer.gateway.request.chat_request import ChatRequest, plainly, read_chat_request, without_unable
 from lightning_trainer.gateway.request.pending import PendingCall
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.models.merged_messages import MERGE
@@ -205,11 +206,12 @@ class Responder:
         self, request: ChatRequest, pending: PendingCall, ids: Sequence[int], routing: Routing, engine: Engine
     ) -> list[Sampling]:
         """Return the sampling parameters of each choice, and record them."""
-        routing = routing.as_requested(pending.routed.policy)
         asked = 1.0 if request.temperature is None else request.temperature
         left_out: dict[str, Any] = {}
+        own = routing.as_requested(pending.routed.policy)
         if routing.plain and pending.requested.grant.attempt_id is not None:
-            request, left_out = plainly(request)
+            request, left_out = plainly(request) if own.plain else without_unable(request, abilities(engine))
+        routing = own
         sampling = Sampling(
             max_tokens=request.max_tokens,
             temperature=asked if routing.temperature is None else routing.temperature,

@@ -152,6 +152,12 @@ def plainly(request: ChatRequest) -> tuple[ChatRequest, dict[str, Any]]:
     return plain, {name: asked[name] for name, value in SHAPING.items() if asked.get(name, value) != value}
 
 
+def without_unable(request: ChatRequest, able: Set[str]) -> tuple[ChatRequest, dict[str, Any]]:
+    """Return a request without the parameters of `SHAPING` that an engine does not support, and what was left out."""
+    unable = {name: value for name, value in request.others.items() if name in SHAPING and name not in able}
+    return replace(request, others={name: v for name, v in request.others.items() if name not in unable}), unable
+
+
 def check_abilities(request: ChatRequest, able: Set[str]) -> None:
     """Reject what an engine does not support.
 

@@ -92,7 +92,8 @@ class Example:
     def needs_permit(self) -> bool:
         """Whether `export` wrote the line from a live trace. Outside of attempts, it writes the trace's id for both."""
         known = self.provenance
-        return "origin" in known and known.get("attempt_id") == known.get("trace_id")
+        trace_id = known.get("trace_id")  # a file of another's may have a field `origin` of its own
+        return "origin" in known and trace_id is not None and known.get("attempt_id") == trace_id
 
 
 def is_store(name: str) -> bool:
